@@ -1,0 +1,158 @@
+"""Cut Cross-Entropy (arXiv:2411.09009): the kernels of notebooks 04 to 07 behind the primitive (notebook 08).
+
+forward    z_y from the indexed dot product, lse_rest from the tiled log-sum-exp under locks; O(M) memory.
+backward   the vocabulary is sorted by average logit, so that the classes nobody predicts share tiles, and walked in
+           slabs: a slab's classifier rows are gathered, its dc is summed in float32 (under locks, or by the GPU's
+           reductions: kernels.blocks.under_locks) and rounded once. de has one float32 buffer for all slabs.
+
+Memory of the backward beyond the gradients: 4 M D bytes for de, and SLAB_SHARE of the gradients for two slabs.
+"""
+
+import contextlib
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cce.chunked import wanted_gradients
+from cce.kernels.backward import backward_slab
+from cce.kernels.blocks import blocks_for
+from cce.kernels.descriptors import aligned
+from cce.kernels.lse_forward import lse_forward
+from cce.kernels.scatter_rows import scatter_rows
+from cce.kernels.target_logit import target_logit
+from cce.precision import ieee_float32, power_of_two_scale, weighted_row_sum
+
+SLAB_SHARE = 0.16  # of the gradients' bytes: two slabs' float32 dc and their copies of c's rows
+
+
+def target_and_rest(e, c, targets, bias, softcap, mean_weight, block_filter):
+    """`cce.naive.target_and_rest` through the kernels; softcap and mean_weight exclude each other.
+
+    `block_filter` (cce.loss.Filter) is the paper's; with eps None the gradients are exact.
+    """
+    return CutTargetAndRest.apply(e, c, bias, targets, softcap, mean_weight, block_filter, wanted_gradients(e, c, bias))
+
+
+class CutTargetAndRest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e, c, bias, targets, softcap, mean_weight, block_filter, wanted):
+        z_y = target_logit(e, c, targets, bias, softcap)
+        lse_rest = lse_forward(e, c, targets, bias, softcap)
+        z_bar = mean_row = None
+        if mean_weight is not None:
+            with ieee_float32():
+                mean_row = weighted_row_sum(c, mean_weight)
+                z_bar = e.float() @ mean_row
+                if bias is not None:
+                    z_bar += (mean_weight.float() * bias.float()).sum()
+        ctx.save_for_backward(e, c, bias, targets, mean_weight, mean_row, z_y, lse_rest)
+        ctx.softcap, ctx.filter, ctx.wanted = softcap, block_filter, wanted
+        return z_y, lse_rest, z_bar
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_zy, d_rest, d_zbar):
+        with ieee_float32():
+            gradients = backward(*ctx.saved_tensors, ctx.softcap, ctx.filter, ctx.wanted, d_zy, d_rest, d_zbar)
+        return *gradients, None, None, None, None, None
+
+
+def backward(
+    e, c, bias, targets, mean_weight, mean_row, z_y, lse_rest, softcap, block_filter, wanted, d_zy, d_rest, d_zbar
+):
+    """de [M, D], dc [V, D], dbias [V] in the inputs' dtypes, None where not wanted."""
+    (M, D), V = e.shape, c.shape[0]
+    want_e, want_c, want_bias = wanted
+    float32 = lambda *shape: torch.zeros(shape, device=e.device)  # noqa: E731
+    scale = power_of_two_scale(e.dtype, d_zy, d_rest, d_zbar)
+    if scale is not None:
+        d_zy, d_rest, d_zbar = (None if d is None else d / scale for d in (d_zy, d_rest, d_zbar))
+    order, position, cutoff = None, targets, None
+    if block_filter.eps is not None:
+        order, position = sort_vocabulary(e, c, targets)
+        cutoff = torch.logaddexp(lse_rest, z_y) + (math.log(block_filter.eps) if block_filter.eps else -math.inf)
+    e_rows = aligned(e)
+    de = float32(M, D) if want_e else None
+    residual = float32(M) if want_e and e.dtype != torch.float32 else None
+    dc = torch.empty(V, D, dtype=c.dtype, device=c.device) if want_c else None
+    dbias = float32(V) if want_bias else None
+    mean_e = None if d_zbar is None or not want_c else d_zbar @ e.float()
+
+    rows = slab_rows(e, c, want_e, want_c)
+    with two_lanes(e.device) as lanes:
+        slabs = {}
+        for i, first in enumerate(range(0, V, rows)):
+            with lanes[i % len(lanes)]:
+                here = slice(first, min(first + rows, V))
+                if order is not None:
+                    here = order[here]
+                c_rows, bias_rows, weights = (rows_of(x, here) for x in (c, bias, mean_weight))
+                if want_c and i < len(lanes):
+                    slabs[i] = float32(rows, D)  # zeroed in its own lane; scatter_rows leaves it zeroed
+                slab_dc = slabs[i % len(lanes)][: len(c_rows)] if want_c else None
+                slab_dbias = float32(len(c_rows)) if want_bias else None
+                backward_slab(
+                    e_rows, aligned(c_rows), None if bias is None else bias_rows.float(), position, lse_rest, cutoff,
+                    d_zy, d_rest, first, softcap, block_filter.e, block_filter.c, de, slab_dc, slab_dbias, residual,
+                )  # fmt: skip
+                if want_c:
+                    if mean_e is not None:
+                        slab_dc.addr_(weights.float(), mean_e)
+                    scatter_rows(slab_dc, order, first, scale, dc)
+                if want_bias:
+                    dbias[here] = slab_dbias
+    if want_e:
+        if residual is not None:  # rounding S left its rows' sums a little off: put that back at the mean of c
+            de.addr_(residual, weighted_row_sum(c) / V)
+        if d_zbar is not None:
+            de.addr_(d_zbar, mean_row)
+        de = rescale(de, scale).to(e.dtype)
+    if want_bias:
+        if d_zbar is not None:
+            dbias += mean_weight.float() * d_zbar.sum()
+        dbias = rescale(dbias, scale).to(bias.dtype)
+    return de, dc, dbias
+
+
+def sort_vocabulary(e: Tensor, c: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Classes by falling average logit (order [V]), and where each token's target is in that order ([M])."""
+    average_logit = torch.mv(c, e.mean(0, dtype=torch.float32).to(c.dtype))  # = mean over tokens of e @ c.T
+    order = average_logit.argsort(descending=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=c.device)
+    return order, torch.where(targets >= 0, rank[targets.clamp(0, len(order) - 1)], targets)
+
+
+@contextlib.contextmanager
+def two_lanes(device: torch.device):
+    """Two streams for alternate slabs, the current one and another: while the last tiles of a slab run, the next slab
+    fills the idle multiprocessors, and gathering and rounding hide behind products. One lane on a CPU."""
+    if device.type != "cuda":
+        yield [contextlib.nullcontext()]
+        return
+    current, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    other.wait_stream(current)
+    try:
+        yield [contextlib.nullcontext(), torch.cuda.stream(other)]
+    finally:
+        current.wait_stream(other)  # whatever the lane read is freed after this, in the current stream's order
+
+
+def slab_rows(e: Tensor, c: Tensor, want_e: bool, want_c: bool) -> int:
+    """Classes per slab: two float32 rows of dc and two gathered rows of c for each take SLAB_SHARE of the gradients."""
+    (M, D), V = e.shape, c.shape[0]
+    gradients = e.element_size() * D * (M * want_e + V * want_c)
+    block = blocks_for("backward", e).BLOCK_V
+    rows = int(SLAB_SHARE * gradients) // (2 * D * (4 * want_c + c.element_size()))
+    return min(V, max(rows // block, 1) * block)
+
+
+def rows_of(x: Tensor | None, here: slice | Tensor) -> Tensor | None:
+    """x[here]; index_select moves whole rows, 16 bytes a thread, where x[indices] computes an address per element."""
+    return None if x is None else x[here] if isinstance(here, slice) else x.index_select(0, here)
+
+
+def rescale(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x if scale is None else x.mul_(scale)

@@ -1,0 +1,58 @@
+"""Block shapes per GPU: measured on sm_90, compiled and checked against the chip's shared memory for the others.
+
+Nothing is tuned at run time: a first call costs one compilation, and a training run is the same every time.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from cce.kernels import INTERPRETED
+
+
+class Blocks(NamedTuple):
+    """BLOCK_N tokens x BLOCK_V classes of logits, summed BLOCK_D features at a time."""
+
+    BLOCK_N: int
+    BLOCK_V: int
+    BLOCK_D: int
+    num_warps: int
+    num_stages: int
+
+
+# (kernel, bytes per element) -> [(shared memory needed, in KiB, shape)], largest first. An SM has 227 KiB on sm_90 and
+# sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120, 64 on sm_75.
+TABLE = {
+    ("lse_forward", 2): [(200, Blocks(128, 256, 64, 8, 3)), (99, Blocks(128, 128, 64, 8, 2)), (64, Blocks(128, 64, 32, 4, 2))],
+    ("lse_forward", 4): [(99, Blocks(128, 128, 32, 8, 2)), (64, Blocks(64, 64, 32, 4, 2))],
+    ("backward", 2): [(200, Blocks(128, 128, 64, 8, 4)), (99, Blocks(64, 64, 64, 4, 2)), (64, Blocks(64, 64, 32, 4, 2))],
+    ("backward", 4): [(99, Blocks(64, 64, 32, 4, 2)), (64, Blocks(32, 32, 32, 4, 2))],
+}  # fmt: skip
+INTERPRETED_BLOCKS = Blocks(32, 64, 64, 4, 1)
+
+
+def blocks_for(kernel: str, x: torch.Tensor) -> Blocks:
+    """The shape for x's dtype on x's device; on a CPU a small one, since an interpreted program costs milliseconds."""
+    if INTERPRETED:
+        return INTERPRETED_BLOCKS
+    return blocks_within(kernel, x.element_size(), shared_memory_kib(x.device))
+
+
+def blocks_within(kernel: str, element_size: int, kib: int) -> Blocks:
+    return next(shape for needed, shape in TABLE[kernel, element_size] if needed <= kib)
+
+
+@functools.cache
+def shared_memory_kib(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >> 10
+
+
+@functools.cache
+def under_locks(device: torch.device) -> bool:
+    """Whether the backward adds to de and dc under the paper's locks, or by float32 reductions in L2 (the GPU's atomics).
+
+    On an H200 the reductions are 2 to 3 times as fast (figures/data/accumulation.json): they need no round trip to read the old
+    value, and Hopper's are four floats wide. Older GPUs and the interpreter, where that was not measured, keep the locks.
+    """
+    return INTERPRETED or torch.cuda.get_device_capability(device) < (9, 0)

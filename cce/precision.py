@@ -1,0 +1,63 @@
+"""Products and sums whose precision does not depend on the user's global switches."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+ROWS_AT_A_TIME = 16384  # upper bound of the float32 temporaries below, in rows
+
+
+@contextlib.contextmanager
+def ieee_float32():
+    """float32 products in full float32 inside, whatever `torch.set_float32_matmul_precision` says.
+
+    Only the `fp32_precision` switches are touched: reading or setting the older `allow_tf32` beside them makes
+    later calls raise (torch 2.11).
+    """
+    switches = [torch.backends.mkldnn.matmul]
+    if torch.cuda.is_available():
+        switches.append(torch.backends.cuda.matmul)
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = "ieee"
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+def float32_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b summed and returned in float32 (float64 for float64). 16-bit operands are taken as they are on CUDA only."""
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    return torch.mm(a, b, out_dtype=torch.float32) if out is None else torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def weighted_row_sum(c: Tensor, weight: Tensor | None = None) -> Tensor:
+    """weight @ c, or the sum of c's rows, in float32 (float64 for float64) without a float32 copy of c. [D]"""
+    wide = torch.float64 if c.dtype == torch.float64 else torch.float32
+    if weight is None:
+        # On CUDA as a product with ones: sum(0) would need a buffer of a quarter of c.
+        return float32_product(c.new_ones(1, len(c)), c)[0] if c.is_cuda else c.sum(0, dtype=wide)
+    parts = zip(weight.to(wide).split(ROWS_AT_A_TIME), c.split(ROWS_AT_A_TIME), strict=True)
+    return sum(w @ rows.to(wide) for w, rows in parts)
+
+
+def power_of_two_scale(dtype: torch.dtype, *gradients: Tensor | None) -> Tensor | None:
+    """2^k >= max |d|, as a scalar on the device, for dtypes whose range is too small to hold a logit gradient.
+
+    A mean over 131,072 tokens puts every entry under float16's normal range, GradScaler's 65536 over it. Multiplying by a power
+    of two is exact, so S / 2^k is stored and 2^k applied in float32. None (nothing to do) for the other dtypes.
+    """
+    if dtype != torch.float16:
+        return None
+    largest = torch.stack([d.abs().amax() for d in gradients if d is not None and d.numel()]).amax()
+    k = torch.where(torch.isfinite(largest) & (largest > 0), torch.log2(largest).ceil(), 0)
+    return torch.exp2(k)
+
+
+def scaled_to(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x * scale rounded once to dtype; the multiplication is in x's float32, in place."""
+    return (x if scale is None else x.mul_(scale)).to(dtype)
