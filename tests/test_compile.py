@@ -1,0 +1,43 @@
+"""Every kernel compiles for every chip it is meant for, in the block shapes of cce/kernels/blocks.py, and fits its shared memory."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton's wheels exist for Linux only")
+
+from compiling import BACKWARD, DTYPES, KERNELS, SHARED_KIB, compiled
+
+from cce.kernels import blocks
+
+
+def check(results, number):
+    assert len(results) == number
+    errors = {case: result["error"] for case, result in results.items() if "error" in result}
+    assert not errors, "\n".join(f"sm_{chip} {dtype} {kernel}: {e}" for (chip, dtype, kernel), e in errors.items())
+    too_large = {
+        case: result["shared"] for case, result in results.items() if result["shared"] > SHARED_KIB[case[0]] << 10
+    }
+    assert not too_large
+    for (chip, dtype, kernel), result in results.items():
+        if kernel in BACKWARD or kernel.startswith("lse_forward"):
+            name = "lse_forward" if kernel.startswith("lse_forward") else "backward"
+            size = getattr(torch, dtype).itemsize
+            shape = blocks.blocks_within(name, size, SHARED_KIB[chip])
+            needed = next(kib for kib, other in blocks.TABLE[name, size] if other == shape)
+            assert result["shared"] <= needed << 10, f"blocks.TABLE: sm_{chip} {dtype} {kernel} needs more than it says"
+
+
+def test_the_largest_kernels_compile_and_fit():
+    chips = [chip for chip in SHARED_KIB if chip != 89]  # sm_89 has sm_86's shared memory: it is in the slow test
+    check(compiled(chips, ["bfloat16"], ["lse_forward", "backward"]), 2 * len(chips))
+
+
+def test_float32_and_small_kernels_compile_and_fit_where_shared_memory_is_smallest():
+    check(compiled([75, 86], ["float32"], ["lse_forward_pointers", "backward_exact"]), 4)
+    check(compiled([75], DTYPES, ["target_logit", "scatter_rows"]), 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", SHARED_KIB)
+def test_every_kernel_compiles_and_fits_in_every_dtype(chip):
+    check(compiled([chip]), len(DTYPES) * len(KERNELS))
