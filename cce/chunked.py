@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cce.autograd import first_derivative_only, wanted_gradients
 from cce.naive import ELSEWHERE
-from cce.precision import ROWS_AT_A_TIME, float32_product, ieee_float32, power_of_two_scale, weighted_row_sum
+from cce.precision import ROWS_AT_A_TIME, float32_product, ieee_float32, logit_gradient_scale, weighted_row_sum
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}  # of float32 logits alive at a time
 
@@ -127,7 +127,7 @@ class Gradients:
         if self.dbias is not None:
             self.dbias += s.sum(0)
         dtype = chunk.e.dtype
-        scale = power_of_two_scale(dtype, d_zy, d_rest, d_zbar)
+        scale = logit_gradient_scale(dtype, d_zy, d_rest, d_zbar)
         s_rounded = s.to(dtype) if scale is None else s.div_(scale).to(dtype)
         if self.de is not None:
             de = float32_product(s_rounded, self.head.c, out=self.de[chunk.rows])
@@ -184,7 +184,7 @@ class ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, upstream):
         gradients = [
             None if g is None else _times(g, upstream, dtype)
@@ -222,7 +222,7 @@ class ChunkedTargetAndRest(torch.autograd.Function):
         return (out[0].clone(), out[1].clone(), out[2].clone() if mean_weight is not None else None)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, d_zy, d_rest, d_zbar):
         e, c, bias, targets, mean_weight = ctx.saved_tensors
         head = Head.prepare(e, c, targets, bias, ctx.softcap, mean_weight)
@@ -233,11 +233,6 @@ class ChunkedTargetAndRest(torch.autograd.Function):
                 sums.add(chunk, d_zy[rows], d_rest[rows], None if d_zbar is None else d_zbar[rows])
         cast = lambda x, like: x if x is None else x.to(like.dtype)  # noqa: E731
         return *map(cast, sums.finish(), (e, c, bias)), None, None, None, None
-
-
-def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Which of the inputs need a gradient; no buffer and no product is spent on the others."""
-    return tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors)
 
 
 def chunked_loss(e, c, targets, bias, softcap, mean_weight, token_loss: TokenLoss) -> Tensor:

@@ -13,16 +13,15 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cce.chunked import wanted_gradients
-from cce.kernels.backward import backward_slab
+from cce.autograd import first_derivative_only, wanted_gradients
+from cce.kernels.backward import backward_slab, new_de_locks
 from cce.kernels.blocks import blocks_for
 from cce.kernels.descriptors import aligned
 from cce.kernels.lse_forward import lse_forward
 from cce.kernels.scatter_rows import scatter_rows
 from cce.kernels.target_logit import target_logit
-from cce.precision import ieee_float32, power_of_two_scale, weighted_row_sum
+from cce.precision import ieee_float32, logit_gradient_scale, weighted_row_sum
 
 SLAB_SHARE = 0.16  # of the gradients' bytes: two slabs' float32 dc and their copies of c's rows
 
@@ -32,6 +31,8 @@ def target_and_rest(e, c, targets, bias, softcap, mean_weight, block_filter):
 
     `block_filter` (cce.loss.Filter) is the paper's; with eps None the gradients are exact.
     """
+    # The kernels take strides for e and c only.
+    targets, bias = targets.contiguous(), None if bias is None else bias.contiguous()
     return CutTargetAndRest.apply(e, c, bias, targets, softcap, mean_weight, block_filter, wanted_gradients(e, c, bias))
 
 
@@ -52,7 +53,7 @@ class CutTargetAndRest(torch.autograd.Function):
         return z_y, lse_rest, z_bar
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, d_zy, d_rest, d_zbar):
         with ieee_float32():
             gradients = backward(*ctx.saved_tensors, ctx.softcap, ctx.filter, ctx.wanted, d_zy, d_rest, d_zbar)
@@ -66,7 +67,7 @@ def backward(
     (M, D), V = e.shape, c.shape[0]
     want_e, want_c, want_bias = wanted
     float32 = lambda *shape: torch.zeros(shape, device=e.device)  # noqa: E731
-    scale = power_of_two_scale(e.dtype, d_zy, d_rest, d_zbar)
+    scale = logit_gradient_scale(e.dtype, d_zy, d_rest, d_zbar)
     if scale is not None:
         d_zy, d_rest, d_zbar = (None if d is None else d / scale for d in (d_zy, d_rest, d_zbar))
     order, position, cutoff = None, targets, None
@@ -80,7 +81,7 @@ def backward(
     dbias = float32(V) if want_bias else None
     mean_e = None if d_zbar is None or not want_c else d_zbar @ e.float()
 
-    rows = slab_rows(e, c, want_e, want_c)
+    rows, de_locks = slab_rows(e, c, want_e, want_c), new_de_locks(e)
     with two_lanes(e.device) as lanes:
         slabs = {}
         for i, first in enumerate(range(0, V, rows)):
@@ -95,7 +96,7 @@ def backward(
                 slab_dbias = float32(len(c_rows)) if want_bias else None
                 backward_slab(
                     e_rows, aligned(c_rows), None if bias is None else bias_rows.float(), position, lse_rest, cutoff,
-                    d_zy, d_rest, first, softcap, block_filter.e, block_filter.c, de, slab_dc, slab_dbias, residual,
+                    d_zy, d_rest, first, softcap, block_filter.e, block_filter.c, de, slab_dc, slab_dbias, residual, de_locks,
                 )  # fmt: skip
                 if want_c:
                     if mean_e is not None:

@@ -112,14 +112,14 @@ def linear_cross_entropy(
     if int(shift):
         e, targets = e[..., : -int(shift), :], targets[..., int(shift) :]
     with torch.autocast(e.device.type, enabled=False):
-        tokens = _select_tokens(e, targets, ignore_index, len(c))
+        tokens = _select_tokens(e, targets, ignore_index, len(c), int(shift))
         mean_weight = None
         if label_smoothing > 0:
             mean_weight = torch.ones(len(c), device=e.device) if weight is None else weight
         terms = TokenLoss(reduction, label_smoothing, z_loss, weight, len(c), tokens)
         if impl == "auto":
             impl = _choose(e, c, softcap if label_smoothing else None)
-        if tokens.count == 0:
+        if not tokens.captured and tokens.count == 0:
             return _nothing_counts(e, c, bias, targets.shape, reduction, return_lse)
         problem = (tokens.e, c, tokens.targets, bias, softcap, mean_weight)
         if impl == "chunked" and reduction != "none" and not return_lse and not tokens.captured:
@@ -129,6 +129,8 @@ def linear_cross_entropy(
         z_y, lse_rest, z_bar = tokens.blank(*_primitive(impl)(*problem))
         per_token = tokens.blank(terms(z_y, lse_rest, z_bar, tokens.targets))[0]
         loss = tokens.scatter(per_token, targets.shape) if reduction == "none" else per_token.sum()
+        if tokens.captured and reduction == "mean":
+            loss = torch.where(tokens.count == 0, torch.nan, loss)
         if not return_lse:
             return loss
         return loss, tokens.scatter(torch.logaddexp(lse_rest, z_y), targets.shape)
@@ -173,8 +175,9 @@ class Tokens:
         return full.index_copy(0, self.kept, per_token).view(shape)
 
 
-def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: int) -> Tokens:
+def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: int, shift: int) -> Tokens:
     """Flattens, checks the targets' range and drops ignored tokens, with one host synchronisation."""
+    length = targets.shape[-1] if targets.dim() else 1
     e, targets = e.reshape(-1, e.shape[-1]), targets.reshape(-1).long()
     counted = targets != ignore_index
     if torch.compiler.is_compiling() or (e.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -188,7 +191,7 @@ def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: i
     if low < 0 or high >= num_classes:
         where = ((in_range < 0) | (in_range >= num_classes)).nonzero()[0].item()
         raise IndexError(
-            f"targets: value {int(targets[where])} at flat position {where} is out of range: "
+            f"targets: value {int(targets[where])} at flat position {where + (where // length + 1) * shift} is out of range: "
             f"expected 0 <= target < {num_classes} (the rows of c) or ignore_index={ignore_index}"
         )
     if count == len(targets):
@@ -238,7 +241,7 @@ def _nothing_counts(e, c, bias, shape, reduction, return_lse):
     nothing = sum(x.reshape(-1)[:0].to(wide).sum() for x in (e, c, bias) if x is not None)
     zeros = torch.zeros(shape, dtype=wide, device=e.device) + nothing
     loss = {"mean": nothing + torch.nan, "sum": nothing, "none": zeros}[reduction]
-    return (loss, zeros) if return_lse else loss
+    return (loss, zeros.clone()) if return_lse else loss
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -260,7 +263,9 @@ def _choose(e: Tensor, c: Tensor, smoothed_softcap: float | None) -> str:
     """What impl="auto" means for these inputs."""
     if e.dtype == torch.float64 or smoothed_softcap is not None or not e.is_cuda or torch.version.hip:
         return "chunked"
-    if torch.cuda.get_device_capability(e.device) < (8, 0) or not _kernels_run(e.device, e.dtype):
+    if torch.cuda.get_device_capability(e.device) < (8, 0) or not (
+        torch.cuda.is_current_stream_capturing() or _kernels_run(e.device, e.dtype)
+    ):
         return "chunked"
     return "cce_exact"
 
@@ -268,8 +273,6 @@ def _choose(e: Tensor, c: Tensor, smoothed_softcap: float | None) -> str:
 @functools.cache
 def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
     """Tries the kernels once per device and dtype, so that a machine without, say, a C compiler still trains."""
-    if torch.cuda.is_current_stream_capturing():
-        return True
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             e, c = (torch.zeros(16, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -291,7 +294,9 @@ def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _cast_for_autocast(e, c, bias):
     """Under autocast a linear layer casts its operands, and so does this one; gradients come back in their dtypes."""
-    if not (isinstance(e, Tensor) and isinstance(c, Tensor)) or not torch.is_autocast_enabled(e.device.type):
+    if not (isinstance(e, Tensor) and isinstance(c, Tensor)) or not torch.amp.is_autocast_available(e.device.type):
+        return e, c, bias
+    if not torch.is_autocast_enabled(e.device.type):
         return e, c, bias
     dtype = torch.get_autocast_dtype(e.device.type)
     cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x  # noqa: E731
@@ -341,6 +346,8 @@ def _check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_s
     for name, x in {"bias": bias, "weight": weight}.items():
         if x is not None and x.shape != (num_classes,):
             raise ValueError(f"{name}: expected shape ({num_classes},), one entry per row of c, got {tuple(x.shape)}")
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError("weight: expected a tensor that does not require grad (class weights are not differentiated)")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}")
     _check_number(

@@ -37,10 +37,14 @@ def target_and_rest(
         (-inf if there are none); z_bar [M], the logits' sum weighted by `mean_weight`, or None.
         float32, or float64 if the inputs are.
     """
-    z = F.linear(e, c, bias)
+    wide = torch.float64 if e.dtype == torch.float64 else torch.float32
+    same = bias is None or bias.dtype == e.dtype
+    z = F.linear(e, c, bias if same else None)
+    if not same:
+        z = z.to(wide) + bias.to(wide)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    z = z if z.dtype == torch.float64 else z.float()
+    z = z.to(wide)
     here = targets >= 0
     column = targets.clamp(min=0)[:, None]
     z_y = torch.where(here, z.gather(1, column)[:, 0], torch.where(targets == ELSEWHERE, 0, torch.nan))

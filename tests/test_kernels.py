@@ -465,7 +465,7 @@ def test_filter_skips_exactly_the_tiles_of_its_specification(dtype, filter_e, fi
     assert 0.1 < live.double().mean() < 0.9
     assert not torch.equal(live, live_entries(b.softmax64(), is_target & False, eps, dtype))
     for exact, skipped in zip(b.expected()[:2], b.expected(live, live)[:2]):
-        assert (skipped - exact).norm() > 5e-3 * exact.norm()  # ten times what `check` lets pass
+        assert (skipped - exact).norm() > 1.5e-3 * exact.norm()  # three times what `check` lets pass
     every = torch.ones_like(live)
     expected = b.expected(live if filter_e else every, live if filter_c else every)
     b.check(b.run(eps=eps, filter_e=filter_e, filter_c=filter_c), expected)
@@ -717,12 +717,12 @@ def test_a_slab_takes_a_small_share_of_the_gradients(N, D, V, want_e, want_c):
     e, c = empty_like_shape(N, D), empty_like_shape(V, D)
     rows = cut.slab_rows(e, c, want_e, want_c)
     gradients = 2 * D * (N * want_e + V * want_c)
-    buffers = rows * D * (4 * want_c + 2)  # float32 dc, and the gathered rows of c
+    buffers = 2 * rows * D * (4 * want_c + 2)  # two lanes, each with a float32 dc and the gathered rows of c
     block = blocks_of("backward", torch.bfloat16).BLOCK_V
     assert rows % block == 0 and rows >= block
     assert buffers <= cut.SLAB_SHARE * gradients
     assert (
-        buffers + block * D * (4 * want_c + 2) > cut.SLAB_SHARE * gradients
+        buffers + 2 * block * D * (4 * want_c + 2) > cut.SLAB_SHARE * gradients
     )  # and no slab is smaller than it has to be
 
 

@@ -25,7 +25,7 @@ GROUP = 8
 @triton.jit(do_not_specialize=["M", "V", "first_class"])
 def backward_kernel(
     e_desc, c_desc, bias_ptr, targets_ptr, lse_ptr, cutoff_ptr, d_zy_ptr, d_rest_ptr,
-    de_ptr, dc_ptr, dbias_ptr, residual_ptr, locks_ptr, first_class,
+    de_ptr, dc_ptr, dbias_ptr, residual_ptr, de_locks, dc_locks, first_class,
     M, V, D, stride_de, stride_dc, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FILTER_E: tl.constexpr, FILTER_C: tl.constexpr,
     WANT_E: tl.constexpr, WANT_C: tl.constexpr, WANT_BIAS: tl.constexpr, ROUNDS: tl.constexpr, LOCKED: tl.constexpr,
@@ -42,6 +42,7 @@ def backward_kernel(
     if HAS_SOFTCAP:
         z = capped(z, softcap)
     targets = tl.load(targets_ptr + n, mask=n < M, other=-1) - first_class
+    targets = tl.where(targets < V, targets, -1)  # the next slab's first target is not this slab's padding
     live_n, live_v, live = n < M, v < V, True
     if FILTER_E or FILTER_C:
         cutoff = tl.load(cutoff_ptr + n, mask=n < M, other=float("inf"))
@@ -75,7 +76,7 @@ def backward_kernel(
                 )
                 accumulate(
                     de_ptr + n.to(tl.int64)[:, None] * stride_de + d[None, :], de,
-                    live_n[:, None] & (d < D)[None, :], locks_ptr + block_n * num_d + block_d, LOCKED,
+                    live_n[:, None] & (d < D)[None, :], de_locks + block_n * num_d + block_d, LOCKED,
                 )  # fmt: skip
             if WANT_C:
                 dc = dot(
@@ -85,28 +86,37 @@ def backward_kernel(
                 )
                 accumulate(
                     dc_ptr + v.to(tl.int64)[:, None] * stride_dc + d[None, :], dc,
-                    live_v[:, None] & (d < D)[None, :], locks_ptr + (num_n + block_v) * num_d + block_d, LOCKED,
+                    live_v[:, None] & (d < D)[None, :], dc_locks + block_v * num_d + block_d, LOCKED,
                 )  # fmt: skip
+
+
+def new_de_locks(e: Tensor) -> Tensor:
+    """One open lock (0) for each block of de, whatever slab is added to it."""
+    shape = blocks_for("backward", e)
+    blocks = triton.cdiv(e.shape[0], shape.BLOCK_N) * triton.cdiv(e.shape[1], shape.BLOCK_D)
+    return torch.zeros(blocks, dtype=torch.int32, device=e.device)
 
 
 def backward_slab(
     e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, lse_rest: Tensor, cutoff: Tensor | None,
     d_zy: Tensor, d_rest: Tensor, first_class: int, softcap: float | None, filter_e: bool, filter_c: bool,
-    de: Tensor | None, dc: Tensor | None, dbias: Tensor | None, residual: Tensor | None,
+    de: Tensor | None, dc: Tensor | None, dbias: Tensor | None, residual: Tensor | None, de_locks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Adds one vocabulary slab's share to de [M, D], dc [V, D], dbias [V], residual [M], all float32; None: not wanted.
 
     e [M, D] and c [V, D] (the slab's rows) must suit descriptors; bias [V] float32; targets [M] are positions in the
     whole, possibly sorted vocabulary, of which the slab's first is first_class. cutoff [M] is
-    the filter's, or None; filter_e and filter_c say whether it applies to de and to dc.
+    the filter's, or None; filter_e and filter_c say whether it applies to de and to dc. de_locks comes from new_de_locks and belongs to de:
+    slabs that run at the same time must share it; None: new ones, for a slab that runs alone.
     """
     (M, D), V = e.shape, c.shape[0]
     shape = blocks_for("backward", e)
     num_n, num_v, num_d = (triton.cdiv(M, shape.BLOCK_N), triton.cdiv(V, shape.BLOCK_V), triton.cdiv(D, shape.BLOCK_D))
-    locks = torch.zeros((num_n + num_v) * num_d, dtype=torch.int32, device=e.device)  # one per block of de and of dc
+    de_locks = new_de_locks(e) if de_locks is None else de_locks
+    dc_locks = torch.zeros(num_v * num_d, dtype=torch.int32, device=e.device)
     backward_kernel[(num_n * num_v,)](
         descriptor(e, shape.BLOCK_N, shape.BLOCK_D), descriptor(c, shape.BLOCK_V, shape.BLOCK_D),
-        bias, targets, lse_rest, cutoff, d_zy, d_rest, de, dc, dbias, residual, locks, first_class, M, V, D,
+        bias, targets, lse_rest, cutoff, d_zy, d_rest, de, dc, dbias, residual, de_locks, dc_locks, first_class, M, V, D,
         0 if de is None else de.stride(0), 0 if dc is None else dc.stride(0), softcap,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None,
         FILTER_E=cutoff is not None and (filter_e or de is None),

@@ -24,6 +24,8 @@ class Blocks(NamedTuple):
 # (kernel, bytes per element) -> [(shared memory needed, in KiB, shape)], largest first. An SM has 227 KiB on sm_90 and
 # sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120, 64 on sm_75.
 TABLE = {
+    ("target_logit", 2): [(64, Blocks(64, 64, 64, 4, 3))],
+    ("target_logit", 4): [(64, Blocks(64, 64, 32, 4, 3))],
     ("lse_forward", 2): [(200, Blocks(128, 256, 64, 8, 3)), (99, Blocks(128, 128, 64, 8, 2)), (64, Blocks(128, 64, 32, 4, 2))],
     ("lse_forward", 4): [(99, Blocks(128, 128, 32, 8, 2)), (64, Blocks(64, 64, 32, 4, 2))],
     ("backward", 2): [(200, Blocks(128, 128, 64, 8, 4)), (99, Blocks(64, 64, 64, 4, 2)), (64, Blocks(64, 64, 32, 4, 2))],

@@ -41,12 +41,12 @@ def capped_slope(z, softcap):
 
 @triton.jit
 def logaddexp(a, b):
-    """log(exp(a) + exp(b)), -inf where both are."""
+    """log(exp(a) + exp(b)); -inf where both are, NaN where one is (tl.maximum would drop it, the sum does not)."""
     high = tl.maximum(a, b)
-    nothing = high == float("-inf")
-    shift = tl.where(nothing, 0.0, high)
+    shift = tl.where(high == float("-inf"), 0.0, high)
     total = tl.exp2((a - shift) * LOG2E) + tl.exp2((b - shift) * LOG2E)
-    return tl.where(nothing, high, shift + LN2 * tl.log2(tl.where(nothing, 1.0, total)))
+    nothing = total == 0
+    return tl.where(nothing, float("-inf"), shift + LN2 * tl.log2(tl.where(nothing, 1.0, total)))
 
 
 @triton.jit

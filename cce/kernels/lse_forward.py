@@ -55,8 +55,8 @@ def lse_forward_kernel(
         shift = tl.where(new_high == float("-inf"), 0.0, new_high) * LOG2E  # a row may have nothing but -inf so far
         total = total * tl.exp2(high * LOG2E - shift) + tl.sum(tl.exp2(z * LOG2E - shift[:, None]), 1)
         high = new_high
-    nothing = high == float("-inf")
-    lse = tl.where(nothing, high, high + LN2 * tl.log2(tl.where(nothing, 1.0, total)))
+    nothing = total == 0
+    lse = tl.where(nothing, float("-inf"), high + LN2 * tl.log2(tl.where(nothing, 1.0, total)))
     lock(locks_ptr + block_n)
     others = tl.load(lse_ptr + n, mask=n < M, other=float("-inf"), cache_modifier=".cg")
     tl.store(lse_ptr + n, logaddexp(others, lse), mask=n < M, cache_modifier=".cg")
