@@ -9,12 +9,14 @@ Memory of the backward beyond the gradients: 4 M D bytes for de, and SLAB_SHARE 
 """
 
 import contextlib
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 from cce.autograd import first_derivative_only, wanted_gradients
+from cce.kernels import INTERPRETED
 from cce.kernels.backward import backward_slab, new_de_locks
 from cce.kernels.blocks import blocks_for
 from cce.kernels.descriptors import aligned
@@ -31,6 +33,11 @@ def target_and_rest(e, c, targets, bias, softcap, mean_weight, block_filter):
 
     `block_filter` (cce.loss.Filter) is the paper's; with eps None the gradients are exact.
     """
+    if not INTERPRETED and not e.is_cuda:
+        raise ValueError(
+            f'e: the kernels are compiled for this machine\'s GPU and expect CUDA tensors, got one on {e.device}; use impl="chunked", '
+            "or set TRITON_INTERPRET=1 before the first import to run them in Triton's interpreter"
+        )
     # The kernels take strides for e and c only.
     targets, bias = targets.contiguous(), None if bias is None else bias.contiguous()
     return CutTargetAndRest.apply(e, c, bias, targets, softcap, mean_weight, block_filter, wanted_gradients(e, c, bias))
@@ -126,6 +133,12 @@ def sort_vocabulary(e: Tensor, c: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     return order, torch.where(targets >= 0, rank[targets.clamp(0, len(order) - 1)], targets)
 
 
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all calls: the allocator keeps memory per stream, and a new stream would ask the driver for its own."""
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
 def two_lanes(device: torch.device):
     """Two streams for alternate slabs, the current one and another: while the last tiles of a slab run, the next slab
@@ -133,7 +146,7 @@ def two_lanes(device: torch.device):
     if device.type != "cuda":
         yield [contextlib.nullcontext()]
         return
-    current, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    current, other = torch.cuda.current_stream(device), side_stream(device)
     other.wait_stream(current)
     try:
         yield [contextlib.nullcontext(), torch.cuda.stream(other)]

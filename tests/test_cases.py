@@ -82,6 +82,8 @@ def mesh(tmp_path_factory):
 @fast_impls
 def test_case_06_dtensor_classifier(impl, mesh):
     """A peer read a DTensor's address: illegal access. Here an error says what to do, and what it says works."""
+    if impl.startswith("cce") and torch.cuda.is_available():
+        pytest.skip("the mesh is the CPU's, and here the kernels are compiled for the GPU")
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 

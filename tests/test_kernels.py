@@ -682,7 +682,7 @@ def test_aligned_is_equal_and_supported(dtype, D):
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
-@pytest.mark.parametrize("kernel", ["lse_forward", "backward"])
+@pytest.mark.parametrize("kernel", ["target_logit", "lse_forward", "backward"])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_every_chip_has_a_block_shape_that_it_can_hold(kernel, element_size):
     needs = {shape: needed for needed, shape in blocks.TABLE[kernel, element_size]}
