@@ -9,7 +9,6 @@ An implementation is a primitive `(e, c, targets, bias, softcap, mean_weight) ->
 """
 
 import dataclasses
-import enum
 import functools
 import importlib
 import warnings
@@ -18,29 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce import chunked, naive
-
-REDUCTIONS = ("mean", "sum", "none")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
-
-# name -> what it stands for. The second half are the names of cut-cross-entropy; its Kahan-compensated variants are
-# covered by `cce`, whose sums are float32, with the filter off where the name says "full".
-IMPLEMENTATIONS = {
-    "naive": "naive",
-    "checkpoint": "checkpoint",
-    "chunked": "chunked",
-    "cce": "cce",
-    "cce_exact": "cce_exact",
-    "auto": "auto",
-    "torch_compile": "torch_compile",
-    "cce_kahan": "cce",
-    "cce_kahan_full_c": "cce_full_c",
-    "cce_kahan_full_e": "cce_full_e",
-    "cce_kahan_full_c_full_e": "cce_exact",
-    "cce_kahan_full": "cce_exact",
-}
-WITH_SOFTCAPPED_SMOOTHING = ("naive", "checkpoint", "chunked", "torch_compile")
+from cce import checks, chunked, naive, parallel
 
 
 def linear_cross_entropy(
@@ -59,7 +36,7 @@ def linear_cross_entropy(
     filter_e_grad: bool = True,
     filter_c_grad: bool = True,
     impl: str = "auto",
-    vocab_parallel_options: None = None,
+    vocab_parallel_options: parallel.VocabParallelOptions | None = None,
     *,
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
@@ -89,6 +66,8 @@ def linear_cross_entropy(
             up, and "chunked" elsewhere, for float64, and for label smoothing with softcap.
         label_smoothing: in [0, 1], as in `F.cross_entropy`. With softcap: naive, checkpoint, chunked only.
         weight: class weights [V], as in `F.cross_entropy`.
+        vocab_parallel_options: `cce.parallel.VocabParallelOptions`: c and bias are this rank's rows of the classifier,
+            targets and weight those of the whole vocabulary; every rank gets the whole loss.
         z_loss: adds `z_loss * lse**2` per token ("mean" divides by the number of tokens that count).
 
     Returns:
@@ -105,28 +84,38 @@ def linear_cross_entropy(
         bias, ignore_index = None, bias
     del accum_e_fp32, accum_c_fp32
     e, c, bias = _cast_for_autocast(e, c, bias)
-    impl = _check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_smoothing, weight, z_loss, impl)
-    if vocab_parallel_options is not None:
-        raise ValueError("vocab_parallel_options is not supported yet: expected None")
-    filter_eps = _check_filter_eps(filter_eps, e.dtype)
+    impl = checks.check(
+        e, c, targets, bias, ignore_index, softcap, reduction, shift, label_smoothing, weight, z_loss, impl
+    )
+    shard = None if vocab_parallel_options is None else parallel.Shard(vocab_parallel_options, c)
+    num_classes = len(c) if shard is None else shard.num_classes
+    if weight is not None:
+        checks.check_per_class("weight", weight, num_classes)
+    filter_eps = checks.filter_eps_for(filter_eps, e.dtype)
     if int(shift):
         e, targets = e[..., : -int(shift), :], targets[..., int(shift) :]
     with torch.autocast(e.device.type, enabled=False):
-        tokens = _select_tokens(e, targets, ignore_index, len(c), int(shift))
-        mean_weight = None
-        if label_smoothing > 0:
-            mean_weight = torch.ones(len(c), device=e.device) if weight is None else weight
-        terms = TokenLoss(reduction, label_smoothing, z_loss, weight, len(c), tokens)
+        tokens = _select_tokens(e, targets, ignore_index, num_classes, int(shift))
+        terms = TokenLoss(reduction, label_smoothing, z_loss, weight, num_classes, tokens)
         if impl == "auto":
             impl = _choose(e, c, softcap if label_smoothing else None)
         if not tokens.captured and tokens.count == 0:
             return _nothing_counts(e, c, bias, targets.shape, reduction, return_lse)
-        problem = (tokens.e, c, tokens.targets, bias, softcap, mean_weight)
-        if impl == "chunked" and reduction != "none" and not return_lse and not tokens.captured:
+        mean_weight = None
+        if label_smoothing > 0:
+            mean_weight = torch.ones(num_classes, device=e.device) if weight is None else weight
+        if shard is None:
+            problem = (tokens.e, c, tokens.targets, bias, softcap, mean_weight)
+        else:
+            mine = None if mean_weight is None else mean_weight[shard.start : shard.stop]
+            problem = (shard.shared(tokens.e), c, shard.local(tokens.targets), bias, softcap, mine)
+        # Under capture, in a shard, or for per-token results, what is asked of a token is known only in the backward.
+        if impl == "chunked" and reduction != "none" and not (return_lse or tokens.captured or shard):
             return chunked.chunked_loss(*problem, terms)
         if impl in ("cce", "cce_full_c", "cce_full_e", "cce_exact"):
             problem += (Filter.of(impl, filter_eps, filter_e_grad, filter_c_grad, label_smoothing),)
-        z_y, lse_rest, z_bar = tokens.blank(*_primitive(impl)(*problem))
+        outputs = _primitive(impl)(*problem)
+        z_y, lse_rest, z_bar = tokens.blank(*(outputs if shard is None else shard.combine(*outputs)))
         per_token = tokens.blank(terms(z_y, lse_rest, z_bar, tokens.targets))[0]
         loss = tokens.scatter(per_token, targets.shape) if reduction == "none" else per_token.sum()
         if tokens.captured and reduction == "mean":
@@ -289,9 +278,6 @@ def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------------------------------- checks
-
-
 def _cast_for_autocast(e, c, bias):
     """Under autocast a linear layer casts its operands, and so does this one; gradients come back in their dtypes."""
     if not (isinstance(e, Tensor) and isinstance(c, Tensor)) or not torch.amp.is_autocast_available(e.device.type):
@@ -301,92 +287,3 @@ def _cast_for_autocast(e, c, bias):
     dtype = torch.get_autocast_dtype(e.device.type)
     cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x  # noqa: E731
     return cast(e), cast(c), cast(bias)
-
-
-def _check_filter_eps(filter_eps, dtype: torch.dtype) -> float | None:
-    if filter_eps is None:
-        return None
-    if filter_eps in ("auto", "high"):
-        return torch.finfo(dtype).eps / 32
-    if isinstance(filter_eps, (int, float)) and not isinstance(filter_eps, bool) and filter_eps >= 0:
-        return float(filter_eps)
-    raise ValueError(f'filter_eps: expected "auto", None or a number >= 0, got {filter_eps!r}')
-
-
-def _check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_smoothing, weight, z_loss, impl) -> str:
-    """Raises for the first argument that is wrong; returns the implementation's own name."""
-    for name, x in {"e": e, "c": c, "targets": targets, "bias": bias, "weight": weight}.items():
-        if x is None and name in ("bias", "weight"):
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if type(x).__name__ == "DTensor" or type(getattr(x, "data", None)).__name__ == "DTensor":
-            raise TypeError(
-                f"{name}: expected a plain torch.Tensor, got a DTensor. Pass {name}.full_tensor(), or let FSDP gather "
-                "the weight by holding it in a cce.LinearCrossEntropyHead and calling that module"
-            )
-        if x.device != e.device:
-            raise ValueError(f"{name}: expected on {e.device} like e, got {x.device}")
-    for name, x in {"e": e, "c": c, "bias": bias, "weight": weight}.items():
-        if x is not None and x.dtype not in FLOATS:
-            raise TypeError(f"{name}: expected float32, bfloat16, float16 or float64, got {x.dtype}")
-    if targets.dtype not in INTEGERS:
-        raise TypeError(f"targets: expected an integer dtype, got {targets.dtype}")
-    if c.dim() != 2:
-        raise ValueError(f"c: expected 2 dimensions [V, D], got shape {tuple(c.shape)}")
-    num_classes, width = c.shape
-    if e.dim() < 1 or e.shape[-1] != width:
-        raise ValueError(f"e: expected [..., D] with D = c.shape[1] = {width}, got shape {tuple(e.shape)}")
-    if num_classes == 0 or width == 0:
-        raise ValueError(f"c: expected at least one class and one feature, got shape {tuple(c.shape)}")
-    if targets.shape != e.shape[:-1]:
-        raise ValueError(f"targets: expected e.shape[:-1] = {tuple(e.shape[:-1])}, got {tuple(targets.shape)}")
-    if e.dtype != c.dtype:
-        raise TypeError(f"c: expected e's dtype {e.dtype}, got {c.dtype}; cast one, or use torch.autocast")
-    for name, x in {"bias": bias, "weight": weight}.items():
-        if x is not None and x.shape != (num_classes,):
-            raise ValueError(f"{name}: expected shape ({num_classes},), one entry per row of c, got {tuple(x.shape)}")
-    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError("weight: expected a tensor that does not require grad (class weights are not differentiated)")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}")
-    _check_number(
-        "softcap",
-        softcap,
-        softcap is None or _is_number(softcap) and 0 < softcap < float("inf"),
-        "None or a finite number > 0",
-    )
-    _check_number(
-        "label_smoothing",
-        label_smoothing,
-        _is_number(label_smoothing) and 0 <= label_smoothing <= 1,
-        "a number in [0, 1]",
-    )
-    _check_number("z_loss", z_loss, _is_number(z_loss) and abs(z_loss) < float("inf"), "a finite number")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-    if not isinstance(shift, int) or shift < 0:
-        raise ValueError(f"shift: expected False, True or an int >= 0, got {shift!r}")
-    if shift and (targets.dim() < 1 or shift > targets.shape[-1]):
-        raise ValueError(f"shift: expected at most the sequence length of targets {tuple(targets.shape)}, got {shift}")
-    name = impl.name if isinstance(impl, enum.Enum) else impl
-    resolved = IMPLEMENTATIONS.get(name.lower()) if isinstance(name, str) else None
-    if resolved is None:
-        raise ValueError(f"impl: expected one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
-    if resolved.startswith("cce") and e.dtype == torch.float64:
-        raise TypeError(f"e: impl={name!r} takes float32, bfloat16 or float16, got float64; use naive or chunked")
-    if label_smoothing and softcap is not None and resolved not in (*WITH_SOFTCAPPED_SMOOTHING, "auto"):
-        raise ValueError(
-            f"label_smoothing: with softcap the mean logit is not linear, which impl={name!r} needs; "
-            f"expected impl to be auto, naive, checkpoint or chunked, or label_smoothing=0, got {label_smoothing}"
-        )
-    return resolved
-
-
-def _is_number(x) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def _check_number(name: str, value, good: bool, expected: str) -> None:
-    if not good:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
