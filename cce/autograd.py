@@ -1,14 +1,47 @@
-"""What the autograd.Functions of this package share."""
+"""The primitive as PyTorch sees it: one autograd.Function, and one operator for torch.compile, for all algorithms.
+
+An algorithm is a module (`cce.chunked`, `cce.cut`) with two plain functions that know nothing of autograd:
+
+    forward(e, c, targets, bias, softcap, mean_weight) -> z_y, lse_rest, z_bar
+    backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_filter, wanted, d_zy, d_rest, d_zbar) -> de, dc, dbias
+
+with the meaning of `cce.naive.target_and_rest`; `wanted` says which of de, dc, dbias are asked for, the others are None.
+"""
 
 import functools
+import importlib
 
 import torch
 from torch import Tensor
 
 
+def target_and_rest(
+    algorithm: str,
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    mean_weight: Tensor | None,
+    block_filter=None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`cce.naive.target_and_rest` by the named algorithm."""
+    if torch.compiler.is_compiling():
+        settings = (None, True, True) if block_filter is None else (block_filter.eps, block_filter.e, block_filter.c)
+        z_y, lse_rest, z_bar = _operator(e, c, targets, bias, softcap, mean_weight, algorithm, *settings)
+        return z_y, lse_rest, None if mean_weight is None else z_bar
+    return Primitive.apply(
+        e, c, bias, targets, softcap, mean_weight, algorithm, block_filter, wanted_gradients(e, c, bias)
+    )
+
+
 def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
     """Which of the inputs need a gradient; no buffer and no product is spent on the others."""
     return tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors)
+
+
+def _module(algorithm: str):
+    return importlib.import_module(f"cce.{algorithm}")  # when it is called for: Triton exists on Linux only
 
 
 class NoSecondDerivative(torch.autograd.Function):
@@ -37,3 +70,86 @@ def first_derivative_only(backward):
         return tuple(map(guard, gradients))
 
     return wrapper
+
+
+class Primitive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e, c, bias, targets, softcap, mean_weight, algorithm, block_filter, wanted):
+        outputs = _module(algorithm).forward(e, c, targets, bias, softcap, mean_weight)
+        ctx.save_for_backward(e, c, targets, bias, mean_weight, *outputs[:2])
+        ctx.settings = softcap, algorithm, block_filter, wanted
+        return outputs
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *upstream):
+        e, c, targets, bias, mean_weight, z_y, lse_rest = ctx.saved_tensors
+        softcap, algorithm, block_filter, wanted = ctx.settings
+        gradients = _module(algorithm).backward(
+            e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_filter, wanted, *upstream
+        )
+        return *gradients, None, None, None, None, None, None
+
+
+# ------------------------------------------------------------------------------------- torch.compile
+# Dynamo cannot look into the kernels' launchers, and need not: an operator is a node of its graph. Operators return tensors,
+# so what is None elsewhere is empty here.
+
+
+def _tensors(*xs: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0) if x is None else x for x in xs)
+
+
+@torch.library.custom_op("cce::target_and_rest", mutates_args=())
+def _operator(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None, mean_weight: Tensor | None,
+    algorithm: str, eps: float | None, filter_e: bool, filter_c: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _tensors(*_module(algorithm).forward(e, c, targets, bias, softcap, mean_weight), like=e)
+
+
+@_operator.register_fake
+def _(e, c, targets, bias, softcap, mean_weight, algorithm, eps, filter_e, filter_c):
+    vector = lambda n: e.new_empty(n, dtype=torch.float64 if e.dtype == torch.float64 else torch.float32)  # noqa: E731
+    return vector(e.shape[0]), vector(e.shape[0]), vector(0 if mean_weight is None else e.shape[0])
+
+
+@torch.library.custom_op("cce::target_and_rest_backward", mutates_args=())
+def _operator_backward(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None, mean_weight: Tensor | None,
+    algorithm: str, eps: float | None, filter_e: bool, filter_c: bool, z_y: Tensor, lse_rest: Tensor,
+    wanted: list[bool], d_zy: Tensor, d_rest: Tensor, d_zbar: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from cce.loss import Filter
+
+    gradients = _module(algorithm).backward(
+        e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, Filter(eps, filter_e, filter_c), tuple(wanted),
+        d_zy.contiguous(), d_rest.contiguous(), None if mean_weight is None else d_zbar.contiguous(),
+    )  # fmt: skip
+    return _tensors(*gradients, like=e)
+
+
+@_operator_backward.register_fake
+def _(e, c, targets, bias, softcap, mean_weight, algorithm, eps, filter_e, filter_c, z_y, lse_rest, wanted, *upstream):
+    like = [x.new_empty(x.shape) if want else None for x, want in zip((e, c, bias), wanted, strict=True)]
+    return _tensors(*like, like=e)
+
+
+def _setup_context(ctx, inputs, output):
+    e, c, targets, bias, softcap, mean_weight, *settings = inputs
+    ctx.save_for_backward(e, c, targets, bias, mean_weight, *output[:2])
+    ctx.settings = softcap, settings
+
+
+def _operator_autograd(ctx, *upstream):
+    e, c, targets, bias, mean_weight, z_y, lse_rest = ctx.saved_tensors
+    softcap, settings = ctx.settings
+    wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+    de, dc, dbias = _operator_backward(
+        e, c, targets, bias, softcap, mean_weight, *settings, z_y, lse_rest, wanted, *upstream
+    )
+    keep = lambda x, want: x if want else None  # noqa: E731
+    return keep(de, wanted[0]), keep(dc, wanted[1]), None, keep(dbias, wanted[2]), *[None] * 6
+
+
+_operator.register_autograd(_operator_autograd, setup_context=_setup_context)

@@ -203,43 +203,33 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-class ChunkedTargetAndRest(torch.autograd.Function):
-    """The primitive of `cce.naive.target_and_rest`, a chunk at a time; chunks are recomputed in the backward."""
+def forward(e, c, targets, bias, softcap, mean_weight):
+    """The primitive's numbers, a chunk at a time."""
+    head = Head.prepare(e, c, targets, bias, softcap, mean_weight)
+    new = lambda: torch.empty(len(e), dtype=head.wide, device=e.device)  # noqa: E731
+    z_y, lse_rest, z_bar = new(), new(), None if mean_weight is None else new()
+    with ieee_float32():
+        buffer = head.buffer()
+        for rows in head.chunks():
+            chunk = Chunk(head, rows, buffer)
+            z_y[rows], lse_rest[rows] = chunk.z_y, chunk.lse_rest
+            if z_bar is not None:
+                z_bar[rows] = chunk.z_bar
+    return z_y, lse_rest, z_bar
 
-    @staticmethod
-    def forward(ctx, e, c, bias, targets, softcap, mean_weight, wanted):
-        head = Head.prepare(e, c, targets, bias, softcap, mean_weight)
-        out = torch.empty(3 if mean_weight is not None else 2, len(e), dtype=head.wide, device=e.device)
-        with ieee_float32():
-            buffer = head.buffer()
-            for rows in head.chunks():
-                chunk = Chunk(head, rows, buffer)
-                out[0, rows], out[1, rows] = chunk.z_y, chunk.lse_rest
-                if mean_weight is not None:
-                    out[2, rows] = chunk.z_bar
-        ctx.save_for_backward(e, c, bias, targets, mean_weight)
-        ctx.softcap, ctx.wanted = softcap, wanted
-        return (out[0].clone(), out[1].clone(), out[2].clone() if mean_weight is not None else None)
 
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, d_zy, d_rest, d_zbar):
-        e, c, bias, targets, mean_weight = ctx.saved_tensors
-        head = Head.prepare(e, c, targets, bias, ctx.softcap, mean_weight)
-        with ieee_float32():
-            sums, buffer = Gradients(head, ctx.wanted), head.buffer()
-            for rows in head.chunks():
-                chunk = Chunk(head, rows, buffer)
-                sums.add(chunk, d_zy[rows], d_rest[rows], None if d_zbar is None else d_zbar[rows])
-        cast = lambda x, like: x if x is None else x.to(like.dtype)  # noqa: E731
-        return *map(cast, sums.finish(), (e, c, bias)), None, None, None, None
+def backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_filter, wanted, d_zy, d_rest, d_zbar):
+    """Its gradients; each chunk is computed again."""
+    head = Head.prepare(e, c, targets, bias, softcap, mean_weight)
+    with ieee_float32():
+        sums, buffer = Gradients(head, wanted), head.buffer()
+        for rows in head.chunks():
+            chunk = Chunk(head, rows, buffer)
+            sums.add(chunk, d_zy[rows], d_rest[rows], None if d_zbar is None else d_zbar[rows])
+    cast = lambda x, like: x if x is None else x.to(like.dtype)  # noqa: E731
+    return tuple(map(cast, sums.finish(), (e, c, bias)))
 
 
 def chunked_loss(e, c, targets, bias, softcap, mean_weight, token_loss: TokenLoss) -> Tensor:
     """Σ_n token_loss(z_y, lse_rest, z_bar, targets)[n] with the gradients made in the forward."""
     return ChunkedLoss.apply(e, c, bias, targets, softcap, mean_weight, token_loss, wanted_gradients(e, c, bias))
-
-
-def target_and_rest(e, c, targets, bias=None, softcap=None, mean_weight=None):
-    """`cce.naive.target_and_rest`, same arguments and results, with [chunk, V] logits alive at a time."""
-    return ChunkedTargetAndRest.apply(e, c, bias, targets, softcap, mean_weight, wanted_gradients(e, c, bias))

@@ -15,7 +15,6 @@ import math
 import torch
 from torch import Tensor
 
-from cce.autograd import first_derivative_only, wanted_gradients
 from cce.kernels import INTERPRETED
 from cce.kernels.backward import backward_slab, new_de_locks
 from cce.kernels.blocks import blocks_for
@@ -28,49 +27,38 @@ from cce.precision import ieee_float32, logit_gradient_scale, weighted_row_sum
 SLAB_SHARE = 0.16  # of the gradients' bytes: two slabs' float32 dc and their copies of c's rows
 
 
-def target_and_rest(e, c, targets, bias, softcap, mean_weight, block_filter):
-    """`cce.naive.target_and_rest` through the kernels; softcap and mean_weight exclude each other.
-
-    `block_filter` (cce.loss.Filter) is the paper's; with eps None the gradients are exact.
-    """
+def forward(e, c, targets, bias, softcap, mean_weight):
+    """The primitive's numbers; softcap and mean_weight exclude each other."""
     if not INTERPRETED and not e.is_cuda:
         raise ValueError(
             f'e: the kernels are compiled for this machine\'s GPU and expect CUDA tensors, got one on {e.device}; use impl="chunked", '
             "or set TRITON_INTERPRET=1 before the first import to run them in Triton's interpreter"
         )
-    # The kernels take strides for e and c only.
-    targets, bias = targets.contiguous(), None if bias is None else bias.contiguous()
-    return CutTargetAndRest.apply(e, c, bias, targets, softcap, mean_weight, block_filter, wanted_gradients(e, c, bias))
-
-
-class CutTargetAndRest(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, e, c, bias, targets, softcap, mean_weight, block_filter, wanted):
-        z_y = target_logit(e, c, targets, bias, softcap)
-        lse_rest = lse_forward(e, c, targets, bias, softcap)
-        z_bar = mean_row = None
-        if mean_weight is not None:
-            with ieee_float32():
-                mean_row = weighted_row_sum(c, mean_weight)
-                z_bar = e.float() @ mean_row
-                if bias is not None:
-                    z_bar += (mean_weight.float() * bias.float()).sum()
-        ctx.save_for_backward(e, c, bias, targets, mean_weight, mean_row, z_y, lse_rest)
-        ctx.softcap, ctx.filter, ctx.wanted = softcap, block_filter, wanted
-        return z_y, lse_rest, z_bar
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, d_zy, d_rest, d_zbar):
+    targets, bias = dense(targets, bias)
+    z_y = target_logit(e, c, targets, bias, softcap)
+    lse_rest = lse_forward(e, c, targets, bias, softcap)
+    z_bar = None
+    if mean_weight is not None:
         with ieee_float32():
-            gradients = backward(*ctx.saved_tensors, ctx.softcap, ctx.filter, ctx.wanted, d_zy, d_rest, d_zbar)
-        return *gradients, None, None, None, None, None
+            z_bar = e.float() @ weighted_row_sum(c, mean_weight)
+        if bias is not None:
+            z_bar += (mean_weight.float() * bias.float()).sum()
+    return z_y, lse_rest, z_bar
 
 
-def backward(
-    e, c, bias, targets, mean_weight, mean_row, z_y, lse_rest, softcap, block_filter, wanted, d_zy, d_rest, d_zbar
-):
-    """de [M, D], dc [V, D], dbias [V] in the inputs' dtypes, None where not wanted."""
+def dense(targets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The kernels take strides for e and c only."""
+    return targets.contiguous(), None if bias is None else bias.contiguous()
+
+
+def backward(*args):
+    """Its gradients, exact where `block_filter.eps` is None."""
+    with ieee_float32():
+        return _backward(*args)
+
+
+def _backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_filter, wanted, d_zy, d_rest, d_zbar):
+    targets, bias = dense(targets, bias)
     (M, D), V = e.shape, c.shape[0]
     want_e, want_c, want_bias = wanted
     float32 = lambda *shape: torch.zeros(shape, device=e.device)  # noqa: E731
@@ -115,7 +103,7 @@ def backward(
         if residual is not None:  # rounding S left its rows' sums a little off: put that back at the mean of c
             de.addr_(residual, weighted_row_sum(c) / V)
         if d_zbar is not None:
-            de.addr_(d_zbar, mean_row)
+            de.addr_(d_zbar, weighted_row_sum(c, mean_weight))
         de = rescale(de, scale).to(e.dtype)
     if want_bias:
         if d_zbar is not None:

@@ -10,14 +10,13 @@ An implementation is a primitive `(e, c, targets, bias, softcap, mean_weight) ->
 
 import dataclasses
 import functools
-import importlib
 import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce import checks, chunked, naive, parallel
+from cce import autograd, checks, chunked, naive, parallel
 
 
 def linear_cross_entropy(
@@ -237,15 +236,11 @@ def _nothing_counts(e, c, bias, shape, reduction, return_lse):
 
 
 def _primitive(impl: str):
-    if impl in ("naive", "checkpoint", "chunked"):
-        return {
-            "naive": naive.target_and_rest,
-            "checkpoint": naive.checkpointed_target_and_rest,
-            "chunked": chunked.target_and_rest,
-        }[impl]
+    if impl in ("naive", "checkpoint"):
+        return naive.target_and_rest if impl == "naive" else naive.checkpointed_target_and_rest
     if impl == "torch_compile":
         return naive.compiled_target_and_rest()
-    return importlib.import_module("cce.cut").target_and_rest  # imported here: Triton exists on Linux only
+    return functools.partial(autograd.target_and_rest, "chunked" if impl == "chunked" else "cut")
 
 
 def _choose(e: Tensor, c: Tensor, smoothed_softcap: float | None) -> str:

@@ -32,6 +32,11 @@ class Shard:
     """One call's view of the options (duck-typed, so that cut-cross-entropy's own class does as well)."""
 
     def __init__(self, options, c: Tensor):
+        if not all(hasattr(options, name) for name in ("start", "stop", "group")):
+            raise TypeError(
+                "vocab_parallel_options: expected None or a cce.parallel.VocabParallelOptions, "
+                f"got {type(options).__name__}"
+            )
         self.start, self.stop = int(options.start), int(options.stop)
         self.group, self.reduce_e_grad = options.group, getattr(options, "reduce_e_grad", True)
         if not dist.is_available() or not dist.is_initialized():

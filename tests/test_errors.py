@@ -73,7 +73,7 @@ MESSAGES = [
     ({"impl": "fast"}, ValueError, ["impl:", "'fast'", "'chunked'", "'cce_exact'"]),
     ({"impl": None}, ValueError, ["impl:", "None", "'chunked'"]),
     ({"impl": 3}, ValueError, ["impl:", "3", "'chunked'"]),
-    ({"vocab_parallel_options": object()}, ValueError, ["vocab_parallel_options", "None"]),
+    ({"vocab_parallel_options": object()}, TypeError, ["vocab_parallel_options", "None"]),
     ({"e": E.double(), "c": C.double(), "impl": "cce"}, TypeError, ["e:", "float64", "'cce'", "chunked"]),
     ({"e": E.double(), "c": C.double(), "impl": "cce_exact"}, TypeError, ["e:", "float64", "'cce_exact'", "chunked"]),
     ({"e": E.double(), "c": C.double(), "impl": "cce_kahan"}, TypeError, ["e:", "float64", "'cce_kahan'", "chunked"]),
