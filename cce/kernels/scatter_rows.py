@@ -7,25 +7,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cce.kernels import INTERPRETED
 from cce.kernels.common import round_to
 
 
-@triton.jit(do_not_specialize=["first_class"])
+@triton.jit(do_not_specialize=["first_class", "rows"])
 def scatter_rows_kernel(
-    slab_ptr, order_ptr, scale_ptr, dc_ptr, first_class, D, stride_slab, stride_dc,
-    HAS_ORDER: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_D: tl.constexpr,
+    slab_ptr, order_ptr, scale_ptr, dc_ptr, first_class, rows, D, stride_slab, stride_dc,
+    HAS_ORDER: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    home = first_class + row
-    if HAS_ORDER:
-        home = tl.load(order_ptr + home)
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    x = tl.load(slab_ptr + row * stride_slab + d, mask=d < D, other=0.0)
+    inside = (row < rows)[:, None] & (d < D)[None, :]
+    home = (first_class + row).to(tl.int64)
+    if HAS_ORDER:
+        home = tl.load(order_ptr + home, mask=row < rows, other=0)
+    slab_ptrs = slab_ptr + row.to(tl.int64)[:, None] * stride_slab + d[None, :]
+    x = tl.load(slab_ptrs, mask=inside, other=0.0)
     tl.debug_barrier()  # the zeros below may come from another thread than the one that reads this element
-    tl.store(slab_ptr + row * stride_slab + d, tl.zeros((BLOCK_D,), tl.float32), mask=d < D)
+    tl.store(slab_ptrs, tl.zeros((BLOCK_R, BLOCK_D), tl.float32), mask=inside)
     if HAS_SCALE:
         x *= tl.load(scale_ptr)
-    tl.store(dc_ptr + home * stride_dc + d, round_to(x, dc_ptr.dtype.element_ty), mask=d < D)
+    tl.store(dc_ptr + home[:, None] * stride_dc + d[None, :], round_to(x, dc_ptr.dtype.element_ty), mask=inside)
 
 
 def scatter_rows(slab: Tensor, order: Tensor | None, first_class: int, scale: Tensor | None, dc: Tensor) -> None:
@@ -34,8 +37,9 @@ def scatter_rows(slab: Tensor, order: Tensor | None, first_class: int, scale: Te
     slab [rows, D] float32; order [V] int64, or None for the identity; scale a float32 scalar on the device, or None; dc [V, D].
     """
     rows, D = slab.shape
+    BLOCK_R = 64 if INTERPRETED else 1  # a program costs the interpreter milliseconds
     BLOCK_D = min(1024, triton.next_power_of_2(D))
-    scatter_rows_kernel[(rows, triton.cdiv(D, BLOCK_D))](
-        slab, order, scale, dc, first_class, D, slab.stride(0), dc.stride(0),
-        HAS_ORDER=order is not None, HAS_SCALE=scale is not None, BLOCK_D=BLOCK_D,
+    scatter_rows_kernel[(triton.cdiv(rows, BLOCK_R), triton.cdiv(D, BLOCK_D))](
+        slab, order, scale, dc, first_class, rows, D, slab.stride(0), dc.stride(0),
+        HAS_ORDER=order is not None, HAS_SCALE=scale is not None, BLOCK_R=BLOCK_R, BLOCK_D=BLOCK_D,
     )  # fmt: skip
