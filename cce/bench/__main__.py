@@ -31,13 +31,23 @@ def environment() -> dict:
     """What a stored measurement must say about where it comes from."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=DATA.parent)
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip() or "unknown",
     }
+
+
+def _cpu_name() -> str:
+    """The processor's name where Linux tells it, and the threads that PyTorch uses."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def measure(input_name: str, shape: tuple[int, int, int], names: list[str], repeats: int, seed: int) -> dict:
