@@ -47,6 +47,20 @@ def readme_table() -> str:
             lines.append(
                 f"| {label} | {row['forward_backward_ms']:.1f} | {row['forward_backward_bytes'] / 1e6:,.0f} | {error:.1e} |"
             )
+    cpu = load("chunked_cpu")
+    (run,) = cpu["runs"]
+    ours, rows = run["contenders"]["chunked"], run["contenders"]
+    lines += [
+        "",
+        f"On a laptop-sized CPU ({cpu['environment']['device']}; N={run['N']:,} D={run['D']} V={run['V']:,}, float32, "
+        f"`figures/data/chunked_cpu.json`), forward + backward of `chunked` takes {ours['forward_backward_ms'] / 1e3:.1f} s and "
+        f"{ours['forward_backward_bytes'] / 1e6:,.0f} MB, "
+        + " and ".join(
+            f"{label} {rows[name]['forward_backward_ms'] / 1e3:.1f} s and {rows[name]['forward_backward_bytes'] / 1e6:,.0f} MB"
+            for name, label in {"naive": "the naive loss", "torch.linear_cross_entropy": "PyTorch's own"}.items()
+        )
+        + ".",
+    ]
     return "\n".join(lines) + "\n"
 
 

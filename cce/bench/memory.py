@@ -59,10 +59,14 @@ def _cuda_peak(fn: Callable[[], object], device: torch.device) -> int:
 
 
 def _cpu_peak(fn: Callable[[], object]) -> int:
+    # PyTorch imports this on the first use of an autograd.Function under a mode; imported inside, with the collector off,
+    # its cycles would keep tensors of the first measurement alive.
+    import torch._dynamo  # noqa: F401
+
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _LiveBytes() as live:
+        with LiveBytes() as live:
             fn()
         return live.peak
     finally:
@@ -71,7 +75,7 @@ def _cpu_peak(fn: Callable[[], object]) -> int:
             gc.enable()
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts CPU storages as they come, grow and go. Storages older than the mode count only by what they grow or,
     negatively, when they die: the balance is always "beyond what was alive before"."""
 

@@ -42,7 +42,11 @@ def blocks_for(kernel: str, x: torch.Tensor) -> Blocks:
 
 
 def blocks_within(kernel: str, element_size: int, kib: int) -> Blocks:
-    return next(shape for needed, shape in TABLE[kernel, element_size] if needed <= kib)
+    """The first shape of the table that fits; RuntimeError on a chip too small for any."""
+    for needed, shape in TABLE[kernel, element_size]:
+        if needed <= kib:
+            return shape
+    raise RuntimeError(f"{kernel}: needs {needed} KiB of shared memory per program, this GPU has {kib}")
 
 
 @functools.cache
