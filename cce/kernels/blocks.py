@@ -58,7 +58,7 @@ def shared_memory_kib(device: torch.device) -> int:
 def under_locks(device: torch.device) -> bool:
     """Whether the backward adds to de and dc under the paper's locks, or by float32 reductions in L2 (the GPU's atomics).
 
-    On an H200 the reductions are 2 to 3 times as fast (figures/data/accumulation.json): they need no round trip to read the old
+    On an H200 the reductions are 1.4 to 2.5 times as fast (figures/data/accumulation.json): they need no round trip to read the old
     value, and Hopper's are four floats wide. Older GPUs and the interpreter, where that was not measured, keep the locks.
     """
     return INTERPRETED or torch.cuda.get_device_capability(device) < (9, 0)
