@@ -2,8 +2,9 @@
 
 One program owns BLOCK_N tokens, gathers their targets' rows of c, and multiplies the two blocks on the tensor cores. Of the BLOCK_N x
 BLOCK_N products only the diagonal is wanted; the rest costs nothing that shows, and buys that z_y is summed in the same order and with
-the same rounding as the tiles of lse_forward. Hopper's tensor cores truncate when they add, so a logit comes out a few 1e-6 of itself
-too small: in lse - z_y that cancels only if both have it (measured with a float32 sum instead: a loss off by 3e-5 of itself).
+the same rounding as the tiles of lse_forward: an error that both share cancels in lse - z_y. With a float32 sum instead, the loss missed
+the accuracy rule on an H200 (tests/test_real_sizes.py, trained-like inputs); that tensor cores truncate as they add would explain it, and
+was not measured by itself.
 
 Reads 2 M D elements, writes M.
 """
