@@ -278,9 +278,11 @@ def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _cast_for_autocast(e, c, bias):
     """Under autocast a linear layer casts its operands, and so does this one; gradients come back in their dtypes."""
-    if not (isinstance(e, Tensor) and isinstance(c, Tensor)) or not torch.amp.is_autocast_available(e.device.type):
+    if not (isinstance(e, Tensor) and isinstance(c, Tensor)):
         return e, c, bias
-    if not torch.is_autocast_enabled(e.device.type):
+    # Dynamo of torch 2.11 cannot trace the first question, which only exotic devices need.
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(e.device.type)
+    if not known or not torch.is_autocast_enabled(e.device.type):
         return e, c, bias
     dtype = torch.get_autocast_dtype(e.device.type)
     cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x  # noqa: E731
