@@ -35,8 +35,11 @@ def forward(e, c, targets, bias, softcap, mean_weight):
             "or set TRITON_INTERPRET=1 before the first import to run them in Triton's interpreter"
         )
     targets, bias = dense(targets, bias)
-    z_y = target_logit(e, c, targets, bias, softcap)
-    lse_rest = lse_forward(e, c, targets, bias, softcap)
+    with two_lanes(e.device) as lanes:  # the few programs of z_y run where the last wave of lse_rest leaves room
+        with lanes[0]:
+            lse_rest = lse_forward(e, c, targets, bias, softcap)
+        with lanes[-1]:
+            z_y = target_logit(e, c, targets, bias, softcap)
     z_bar = None
     if mean_weight is not None:
         with ieee_float32():
@@ -78,6 +81,8 @@ def _backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_fi
 
     rows, de_locks = slab_rows(e, c, want_e, want_c), new_de_locks(e)
     with two_lanes(e.device) as lanes:
+        with lanes[-1]:  # bound by memory: hides behind the first slab
+            c_sum = weighted_row_sum(c) if residual is not None else None
         slabs = {}
         for i, first in enumerate(range(0, V, rows)):
             with lanes[i % len(lanes)]:
@@ -101,7 +106,7 @@ def _backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_fi
                     dbias[here] = slab_dbias
     if want_e:
         if residual is not None:  # rounding S left its rows' sums a little off: put that back at the mean of c
-            de.addr_(residual, weighted_row_sum(c) / V)
+            de.addr_(residual, c_sum / V)
         if d_zbar is not None:
             de.addr_(d_zbar, weighted_row_sum(c, mean_weight))
         de = rescale(de, scale).to(e.dtype)
