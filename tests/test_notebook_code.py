@@ -5,6 +5,7 @@ body may not. Nothing is imported: this runs where there is no Triton, too.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import nbformat
@@ -16,12 +17,20 @@ ROOT = Path(__file__).resolve().parent.parent
 # (notebook, names of its functions, the module they live in). A function may have several steps; the last cell counts.
 LAST_STEPS = [
     ("04_target_logit_kernel", ["target_logit_kernel"], "cce.kernels.target_logit"),
+    ("05_lse_forward_spin_lock", ["lse_forward_kernel"], "cce.kernels.lse_forward"),
+    ("06_backward_kernel", ["backward_kernel"], "cce.kernels.backward"),
+    ("07_gradient_filtering", ["sort_vocabulary"], "cce.cut"),
+    ("08_assembling_cce", ["Primitive"], "cce.autograd"),
+    ("08_assembling_cce", ["TokenLoss"], "cce.loss"),
 ]
 
 
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+
+
 def functions(source: str, name: str) -> list[ast.FunctionDef]:
-    """The top-level functions of that name, in order."""
-    return [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    """The top-level functions of that name, in order; a class counts as one, with all its methods."""
+    return [node for node in ast.parse(source).body if isinstance(node, DEFINITIONS) and node.name == name]
 
 
 def in_module(module: str, name: str) -> ast.FunctionDef:
@@ -33,7 +42,8 @@ def in_module(module: str, name: str) -> ast.FunctionDef:
 
 def last_step(nb, name: str) -> ast.FunctionDef:
     """Only cells that hold the function are parsed: another may have a magic in it."""
-    sources = [cell.source for cell in nb.cells if cell.cell_type == "code" and f"def {name}(" in cell.source]
+    start = re.compile(rf"(def|class) {name}\b")
+    sources = [cell.source for cell in nb.cells if cell.cell_type == "code" and start.search(cell.source)]
     found = [function for source in sources for function in functions(source, name)]
     assert found, f"no code cell of the notebook defines {name}"
     return found[-1]
@@ -41,7 +51,7 @@ def last_step(nb, name: str) -> ast.FunctionDef:
 
 def without_docstrings(function: ast.FunctionDef) -> ast.FunctionDef:
     for node in ast.walk(function):
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return function
 
@@ -108,6 +118,29 @@ def test_comments_docstrings_and_white_space_may_differ(shown):
 @pytest.mark.parametrize("shown", DIFFERENT.values(), ids=DIFFERENT)
 def test_code_may_not_differ(shown):
     assert shown != KERNEL and not the_same(shown)
+
+
+CLASS = '''
+class Loss(torch.autograd.Function):
+    """Twice x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+'''
+
+
+def test_a_class_is_compared_with_bases_methods_and_decorators():
+    shipped = code_of(functions(CLASS, "Loss")[0])
+    shown = lambda source: code_of(last_step(notebook_of(source), "Loss"))
+    assert shown(CLASS.replace('    """Twice x."""\n', "    # twice x\n")) == shipped
+    for old, new in (
+        ("2 * x", "3 * x"),
+        ("    @staticmethod\n", ""),
+        ("(torch.autograd.Function)", ""),
+        ("ctx, x", "ctx, y"),
+    ):
+        assert shown(CLASS.replace(old, new)) != shipped
 
 
 def test_only_the_last_step_counts():

@@ -1,0 +1,304 @@
+"""python -m cce.bench.real: what the softmax of a really trained model looks like, and what filtering its gradient costs.
+
+    python -m cce.bench.real                                   # a small model on the text that every Python ships; minutes on a laptop
+    python -m cce.bench.real --tokens FILE --seconds 300       # a 131,072-class model; needs a GPU
+
+FILE is a .npy with token ids, one dimension of any integer dtype, or a .npz that holds one as "tokens". The last 300,000 are held out
+(the last tenth, if that is less). Hidden states are kept at initialisation, after 50 steps and at the end, for tokens the model
+was trained on and for held-out ones; each is measured beside the two synthetic inputs of `cce.bench.inputs`.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import re
+import time
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from cce import cut, linear_cross_entropy
+from cce.bench import exact
+from cce.bench.__main__ import DATA, environment
+from cce.bench.contenders import naive
+from cce.bench.inputs import INPUTS
+from cce.bench.timing import interleaved
+from cce.kernels.blocks import blocks_for
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+EARLY = 50  # steps
+
+
+# ---------------------------------------------------------------------------------------------------------- text and model
+
+
+def load_tokens(path: str | None, V: int) -> Tensor:
+    """Token ids [n] int32: from a file, or the V - 1 most frequent words of pydoc's topics, 0 for all others."""
+    if path is not None:
+        stored = np.load(path)
+        return torch.from_numpy((stored["tokens"] if path.endswith(".npz") else stored).astype(np.int32))
+    from pydoc_data.topics import topics
+
+    words = re.findall(r"\w+|[^\w\s]", "\n".join(topics[name] for name in sorted(topics)))
+    index = {word: i for i, (word, _) in enumerate(Counter(words).most_common(V - 1), 1)}
+    return torch.tensor([index.get(word, 0) for word in words], dtype=torch.int32)
+
+
+class Block(nn.Module):
+    """Pre-norm attention with rotary positions, then a gated MLP."""
+
+    def __init__(self, D: int, heads: int):
+        super().__init__()
+        self.heads, hidden = heads, 64 * round(8 * D / 3 / 64)
+        self.norm_in, self.norm_mlp = nn.RMSNorm(D), nn.RMSNorm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.gate_up, self.down = nn.Linear(D, 2 * hidden, bias=False), nn.Linear(hidden, D, bias=False)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm_in(x)).unflatten(-1, (3, self.heads, -1)).movedim(-2, 1).unbind(-2)
+        mixed = F.scaled_dot_product_attention(rotated(q, rotation), rotated(k, rotation), v, is_causal=True)
+        x = x + self.out(mixed.movedim(1, -2).flatten(-2))
+        gate, up = self.gate_up(self.norm_mlp(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    """Pairs of features (i, i + half) turned by their position's angles; rotation [2, T, half] holds cos and sin."""
+    a, b = x.chunk(2, -1)
+    cos, sin = rotation[:, : x.shape[-2]]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+
+class Trunk(nn.Module):
+    """Token ids [B, T] -> hidden states [B, T, D]; `head` [V, D] is the classifier."""
+
+    def __init__(self, V: int, D: int, layers: int, context: int):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(V, D), nn.RMSNorm(D)
+        self.blocks = nn.ModuleList(Block(D, D // 64) for _ in range(layers))
+        self.head = nn.Parameter(torch.empty(V, D))
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+        angle = torch.outer(torch.arange(context), 10_000.0 ** -(torch.arange(32) / 32))
+        self.register_buffer("rotation", torch.stack((angle.cos(), angle.sin())))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        return self.norm(x)
+
+
+def passages(tokens: Tensor, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random passages and what follows each of their tokens, both [count, length]."""
+    start = torch.randint(len(tokens) - length, (count, 1), generator=generator)
+    window = tokens[(start + torch.arange(length + 1)).to(tokens.device)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+@torch.no_grad()
+def head_problem(trunk, model: Trunk, tokens: Tensor, N: int, context: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(e [N, D], c [V, D], targets [N]) of the model on random passages, in the dtype that a GPU trains in."""
+    ids, targets = passages(tokens, N // context, context, torch.Generator().manual_seed(1))
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
+        e = trunk(ids).flatten(0, 1).to(dtype)
+    return e, model.head.to(dtype, copy=True), targets.flatten()
+
+
+def train(model: Trunk, trunk, tokens: Tensor, seconds: float, batch: int, context: int, at_step) -> int:
+    """AdamW; the rate rises over 100 steps and falls over the second half. The clock stands still in at_step(step)."""
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=CUDA)
+    loss_of = torch.compile(naive) if CUDA else naive
+    generator, step, spent = torch.Generator().manual_seed(0), 0, 0.0
+    with tqdm(total=round(seconds), unit="s", desc="training") as bar:
+        while spent < seconds:
+            at_step(step)
+            began = time.perf_counter()
+            rate = min(1, (step + 1) / 100) * min(1, max(0.02, 2 * (1 - spent / seconds)))
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * rate
+            ids, targets = passages(tokens, batch, context, generator)
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
+                e = trunk(ids).flatten(0, 1)
+                parts = zip(e.split(8192), targets.flatten().split(8192), strict=True)
+                loss = sum(loss_of(h, model.head.to(h.dtype), y) * len(h) for h, y in parts) / len(e)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if step % 10 == 0:
+                bar.set_postfix(step=step, loss=f"{loss.item():.2f}")
+            step, spent = step + 1, spent + time.perf_counter() - began
+            bar.n = min(round(spent), bar.total)
+    return step
+
+
+# -------------------------------------------------------------------------------------------------------------- statistics
+
+
+@torch.no_grad()
+def softmax_statistics(e: Tensor, c: Tensor, targets: Tensor) -> dict:
+    """How the probability is spread: by rank, and how much of it lies under each threshold."""
+    V = len(c)
+    ranks = [2**k for k in range(V.bit_length())]
+    thresholds = [2.0**-k for k in range(6, 21)]
+    at_rank, entries, mass, small = 0, torch.zeros(len(thresholds)), torch.zeros(len(thresholds)), []
+    for rows in e.split(256):
+        p = torch.softmax(rows.float() @ c.float().T, 1)
+        at_rank += p.sort(1, descending=True)[0][:, [r - 1 for r in ranks]].sum(0).cpu()
+        for i, eps in enumerate(thresholds):
+            below = p < eps
+            per_token = torch.where(below, p, 0).sum(1)
+            entries[i] += below.sum().item() / (len(e) * V)
+            mass[i] += per_token.sum().item() / len(e)
+            if eps == 2.0**-12:
+                small.append(per_token.cpu())
+    quantiles = torch.cat(small).quantile(torch.linspace(0, 1, 11)).tolist()
+    triples = zip(thresholds, entries.tolist(), mass.tolist(), strict=True)
+    return {
+        "loss": linear_cross_entropy(e, c, targets, impl="chunked").item(),
+        "ranks": ranks,
+        "probability_at_rank": (at_rank / len(e)).tolist(),
+        "mass_below": [{"eps": eps, "entries": n, "mass": m} for eps, n, m in triples],
+        "tokens_mass_below_2^-12": quantiles,
+    }
+
+
+@torch.no_grad()
+def block_maxima(e: Tensor, c: Tensor, targets: Tensor, order: Tensor) -> Tensor:
+    """The largest probability in each block of the filter, classes in the given order; 1 where a target is inside."""
+    blocks = blocks_for("backward", e)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    maxima = []
+    for rows, y in zip(e.split(blocks.BLOCK_N), targets.split(blocks.BLOCK_N), strict=True):
+        largest = torch.softmax(rows.float() @ c.float().T, 1).amax(0)
+        largest[y] = 1
+        padded = F.pad(largest[order], (0, -len(c) % blocks.BLOCK_V))
+        maxima.append(padded.view(-1, blocks.BLOCK_V).amax(1))
+    return torch.stack(maxima)
+
+
+def coarse(live: Tensor, cells: int = 64) -> list[list[float]]:
+    """Fractions of live blocks on a grid of at most cells x cells."""
+    shape = [min(cells, n) for n in live.shape]
+    return F.adaptive_avg_pool2d(live[None].float(), shape)[0].mul(1e3).round().div(1e3).tolist()
+
+
+@contextlib.contextmanager
+def vocabulary_as_is():
+    """`cut` without its sorting."""
+    sort = cut.sort_vocabulary
+    cut.sort_vocabulary = lambda e, c, targets: (torch.arange(len(c), device=c.device), targets)
+    try:
+        yield
+    finally:
+        cut.sort_vocabulary = sort
+
+
+def measured(loss, e: Tensor, c: Tensor, targets: Tensor, wanted: tuple[Tensor, Tensor], repeats: int) -> dict:
+    """Gradient errors and median milliseconds of forward + backward."""
+
+    def step():
+        e.grad = c.grad = None
+        loss(e, c, targets).backward()
+
+    step()
+    errors = [exact.relative_error(x.grad, want) for x, want in zip((e, c), wanted, strict=True)]
+    ms = interleaved({"step": step}, repeats)["step"] if repeats else None
+    return {"de_error": errors[0], "dc_error": errors[1], "ms": ms}
+
+
+def measure(name: str, e: Tensor, c: Tensor, targets: Tensor, thresholds: list[float], repeats: int) -> dict:
+    """All that is stored of one input."""
+    result = {
+        "name": name,
+        "N": len(e),
+        "D": e.shape[1],
+        "V": len(c),
+        **softmax_statistics(e, c, targets),
+        "filter": [],
+    }
+    orders = {True: cut.sort_vocabulary(e, c, targets)[0], False: torch.arange(len(c), device=c.device)}
+    wanted = exact.gradients(e, c, targets)
+    e.requires_grad_(), c.requires_grad_()
+    for is_sorted, order in orders.items():
+        maxima = block_maxima(e, c, targets, order)
+        result["map_sorted" if is_sorted else "map_unsorted"] = coarse(maxima >= 2.0**-12)
+        with contextlib.nullcontext() if is_sorted else vocabulary_as_is():
+            for eps in thresholds:
+                loss = lambda *x, eps=eps: linear_cross_entropy(*x, impl="cce", filter_eps=eps)  # noqa: E731
+                row = {"eps": eps, "sorted": is_sorted, "live_blocks": (maxima >= eps).float().mean().item()}
+                result["filter"].append(row | measured(loss, e, c, targets, wanted, repeats))
+    baselines = {"naive": naive, "cce_exact": lambda *x: linear_cross_entropy(*x, impl="cce_exact")}
+    if CUDA:
+        baselines["torch.compile"] = torch.compile(naive)
+    result["baseline"] = {k: measured(loss, e, c, targets, wanted, repeats) for k, loss in baselines.items()}
+    print(f"{name:26} loss {result['loss']:.2f}  mass below 2^-12: {result['mass_below'][6]['mass']:.3f}", flush=True)
+    for row in result["filter"]:
+        print("   ", {k: v if isinstance(v, bool) else f"{v:.3g}" for k, v in row.items() if v is not None})
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m cce.bench.real", description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", metavar="FILE", help="token ids (.npy or .npz); without it the small mode")
+    parser.add_argument("--seconds", type=float, help="of training; 300, or 20 in the small mode")
+    parser.add_argument("--save", metavar="NAME", help="write figures/data/NAME.json")
+    options = parser.parse_args()
+    if options.tokens and not CUDA:
+        parser.error("--tokens needs a GPU; without it, the small mode runs on any machine")
+    full = options.tokens is not None
+    V, D, layers, context, batch, N = (131072, 1024, 8, 1024, 32, 8192) if full else (4000, 64, 2, 64, 8, 64)
+    seconds = options.seconds or (300 if full else 20)
+    thresholds = [2.0**-k for k in ((8, 9, 10, 11, 12, 13, 14, 16) if full else (8, 12))] + [0.0] * full
+    repeats = 5 if CUDA else 0  # the interpreter's times say nothing
+    torch.manual_seed(0)
+    tokens = load_tokens(options.tokens, V).to(DEVICE)
+    held_out = min(300_000, len(tokens) // 10)
+    splits = {"train": tokens[:-held_out], "held-out": tokens[-held_out:]}
+    model = Trunk(V, D, layers, context).to(DEVICE)
+    trunk = torch.compile(model) if CUDA else model
+    inputs = []
+
+    def keep(what: str, split: str) -> None:
+        inputs.append(
+            measure(f"real, {what}", *head_problem(trunk, model, splits[split], N, context), thresholds, repeats)
+        )
+
+    stages = {0: "at initialisation", EARLY: f"after {EARLY} steps"}
+    steps = train(
+        model, trunk, splits["train"], seconds, batch, context,
+        lambda step: keep(stages[step], "train") if step in stages else None,
+    )  # fmt: skip
+    for split in splits:
+        keep(f"{split} tokens", split)
+    for name, make in INPUTS.items():
+        problem = make(N, 2304 if full else D, 256000 if full else V, DEVICE, torch.bfloat16 if CUDA else torch.float32)
+        inputs.append(measure(name, *problem, thresholds, repeats))
+    document = {
+        "environment": environment(),
+        "model": {
+            "text": "documentation packages, BPE tokens" if full else "pydoc topics, words", "tokens": len(tokens), "V": V, "D": D,
+            "layers": layers, "context": context, "batch": batch, "seconds": seconds, "steps": steps,
+        },
+        "inputs": inputs,
+    }  # fmt: skip
+    if options.save:
+        path = pathlib.Path(DATA / f"{options.save}.json")
+        path.write_text(json.dumps(document, indent=1).replace("NaN", "null") + "\n")
+        print(f"saved {path.relative_to(DATA.parents[1])}")
+
+
+if __name__ == "__main__":
+    main()
