@@ -44,30 +44,18 @@ def _module(algorithm: str):
     return importlib.import_module(f"cce.{algorithm}")  # when it is called for: Triton exists on Linux only
 
 
-class NoSecondDerivative(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gradient):
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        raise RuntimeError(
-            'linear_cross_entropy cannot be differentiated twice; only impl="naive" and "checkpoint" can'
-        )
-
-
 def first_derivative_only(backward):
-    """A second derivative raises. torch's once_differentiable lets it be silently zero where no upstream gradient requires grad,
-    as in the gradient penalty of `grad(loss, e, create_graph=True)`: the saved gradients do depend on e."""
+    """create_graph=True raises. torch's once_differentiable lets a second derivative be silently zero where no upstream gradient
+    requires grad, as in the gradient penalty of `grad(loss, e, create_graph=True)`: the saved gradients do depend on e."""
 
     @functools.wraps(backward)
     def wrapper(ctx, *upstream):
-        with torch.no_grad():
-            gradients = backward(ctx, *upstream)
-        if not torch.is_grad_enabled():  # no create_graph
-            return gradients
-        guard = lambda g: g if g is None else NoSecondDerivative.apply(g.detach().requires_grad_())  # noqa: E731
-        return tuple(map(guard, gradients))
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy cannot be differentiated twice, which create_graph=True prepares for; "
+                'only impl="naive" and "checkpoint" can'
+            )
+        return backward(ctx, *upstream)
 
     return wrapper
 
@@ -124,7 +112,7 @@ def _operator_backward(
 
     gradients = _module(algorithm).backward(
         e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, Filter(eps, filter_e, filter_c), tuple(wanted),
-        d_zy.contiguous(), d_rest.contiguous(), None if mean_weight is None else d_zbar.contiguous(),
+        d_zy, d_rest, None if mean_weight is None else d_zbar,
     )  # fmt: skip
     return _tensors(*gradients, like=e)
 

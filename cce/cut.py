@@ -40,6 +40,7 @@ def forward(e, c, targets, bias, softcap, mean_weight):
             lse_rest = lse_forward(e, c, targets, bias, softcap)
         with lanes[-1]:
             z_y = target_logit(e, c, targets, bias, softcap)
+    hand_over(z_y)
     z_bar = None
     if mean_weight is not None:
         with ieee_float32():
@@ -49,9 +50,9 @@ def forward(e, c, targets, bias, softcap, mean_weight):
     return z_y, lse_rest, z_bar
 
 
-def dense(targets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The kernels take strides for e and c only."""
-    return targets.contiguous(), None if bias is None else bias.contiguous()
+def dense(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The kernels take strides for e and c only; an upstream gradient may be an expanded scalar."""
+    return tuple(None if x is None else x.contiguous() for x in vectors)
 
 
 def backward(*args):
@@ -61,7 +62,7 @@ def backward(*args):
 
 
 def _backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_filter, wanted, d_zy, d_rest, d_zbar):
-    targets, bias = dense(targets, bias)
+    targets, bias, d_zy, d_rest = dense(targets, bias, d_zy, d_rest)
     (M, D), V = e.shape, c.shape[0]
     want_e, want_c, want_bias = wanted
     float32 = lambda *shape: torch.zeros(shape, device=e.device)  # noqa: E731
@@ -81,7 +82,7 @@ def _backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_fi
 
     rows, de_locks = slab_rows(e, c, want_e, want_c), new_de_locks(e)
     with two_lanes(e.device) as lanes:
-        with lanes[-1]:  # bound by memory: hides behind the first slab
+        with lanes[-1]:  # hides behind the first slab
             c_sum = weighted_row_sum(c) if residual is not None else None
         slabs = {}
         for i, first in enumerate(range(0, V, rows)):
@@ -106,6 +107,7 @@ def _backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_fi
                     dbias[here] = slab_dbias
     if want_e:
         if residual is not None:  # rounding S left its rows' sums a little off: put that back at the mean of c
+            hand_over(c_sum)
             de.addr_(residual, c_sum / V)
         if d_zbar is not None:
             de.addr_(d_zbar, weighted_row_sum(c, mean_weight))
@@ -145,6 +147,12 @@ def two_lanes(device: torch.device):
         yield [contextlib.nullcontext(), torch.cuda.stream(other)]
     finally:
         current.wait_stream(other)  # whatever the lane read is freed after this, in the current stream's order
+
+
+def hand_over(x: Tensor) -> None:
+    """x was made in the side lane and is used in the current stream: its memory is free when both are done with it."""
+    if x.is_cuda:
+        x.record_stream(torch.cuda.current_stream(x.device))
 
 
 def slab_rows(e: Tensor, c: Tensor, want_e: bool, want_c: bool) -> int:

@@ -26,7 +26,9 @@ def test_one_graph_same_numbers(impl, options, device):
         value = function(e, c, targets, bias)
         outcomes.append([value.detach(), *torch.autograd.grad(value, leaves)])
     for eager, traced in zip(*outcomes, strict=True):
-        torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-5)  # 28 terms below 4, added in any order: 28 * 4 * 2^-24
+        torch.testing.assert_close(
+            traced, eager, rtol=1e-5, atol=1e-5
+        )  # 28 terms below 4, added in any order: 28 * 4 * 2^-24
 
 
 def test_no_gradient_for_a_frozen_input():

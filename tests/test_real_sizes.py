@@ -49,7 +49,11 @@ def test_against_float64(N, D, V, options, make):
         got = loss_and_gradients(e, c, targets, bias, upstream, impl, options)
         for name, x, exact in zip(("loss", "de", "dc", "dbias"), got, expected, strict=False):
             if name == "loss":
-                assert ((x.double() - exact).abs() <= 1e-5 * exact.abs() + 4 * 2**-24 * max_z).all(), (impl, x, exact)
+                # Tensor cores cut off what does not fit as they add 16 products at a time: at most one unit of 2^-24 |z| for each
+                # of D / 16 steps. z_y and lse_rest lose alike; a quarter of that bound is kept for the difference, which was
+                # 22 units at D = 5120 (figures/data/truncation.json), where a quarter is 80.
+                bound = 1e-5 * exact.abs() + (4 + D / 16 / 4) * 2**-24 * max_z
+                assert ((x.double() - exact).abs() <= bound).all(), (impl, x, exact)
             else:
                 error = (x.double() - exact).norm() / exact.norm()
                 assert error < TOL[torch.bfloat16], f"{impl} {name}: {error:.1e}"
