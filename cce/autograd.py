@@ -1,4 +1,5 @@
-"""The primitive as PyTorch sees it: one autograd.Function, and one operator for torch.compile, for all algorithms.
+"""The primitive as PyTorch sees it: one autograd.Function, and one operator for torch.compile, for all algorithms. (Beside it
+there is only `cce.chunked.ChunkedLoss`, which makes the gradients of a mean or sum in the forward.)
 
 An algorithm is a module (`cce.chunked`, `cce.cut`) with two plain functions that know nothing of autograd:
 

@@ -49,7 +49,7 @@ def logit_gradient_scale(dtype: torch.dtype, *gradients: Tensor | None) -> Tenso
     """max |d|, a scalar on the device: S is stored in 16 bits as S / max |d|, and multiplied back in float32. None for wider dtypes.
 
     float16 needs it for its range: a mean over 131,072 tokens puts every entry under its normal numbers, GradScaler's 65536 over them.
-    bfloat16 gains accuracy: in a mean, d = 1/M is shared by all tokens and so would be its rounding error, up to 2^-9 of the whole
+    bfloat16 gains accuracy: in a mean, d = 1/M is shared by all tokens and so would be its rounding error, up to 2^-8 of the whole
     gradient; divided by itself it is exact.
     """
     if dtype not in (torch.float16, torch.bfloat16):

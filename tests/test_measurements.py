@@ -53,3 +53,28 @@ def test_reductions_are_faster_than_locks():
         times = run["forward_backward_ms"]
         for impl in ("cce", "cce_exact"):
             assert times[f"{impl}, locks"] > 1.3 * times[f"{impl}, reductions"]
+
+
+def test_tensor_cores_round_towards_zero_and_z_y_shares_it():
+    """Half a unit a step of 16 products, on average; a float32 z_y would leave several times as much in the loss."""
+    for run in load("truncation")["runs"]:
+        if run["input"] != "trained_like":
+            continue
+        steps = run["D"] / 16
+        assert 0.3 * steps < -run["relative_z"] < 0.5 * steps
+        assert run["loss_beyond_1e-5"] < 4 + steps / 4  # the tolerance of test_real_sizes.py
+        assert run["loss_beyond_1e-5_with_plain_z_y"] > 2.5 * run["loss_beyond_1e-5"]
+
+
+def test_what_the_filter_costs_on_a_trained_model():
+    inputs = {run["name"]: run for run in load("real_softmax")["inputs"]}
+    for name, (with_de, with_dc, de, dc) in {
+        "real, train tokens": (7.0e-2, 2.6e-3, 2.7e-3, 1.9e-3),
+        "trained_like": (2.7e-3, 2.2e-3, 2.7e-3, 2.2e-3),
+        "random": (2.0e-2, 4.6e-3, 1.7e-3, 7.8e-4),
+    }.items():
+        run = inputs[name]
+        (row,) = [r for r in run["filter"] if r["sorted"] and r["eps"] == 2**-12]
+        exact = run["baseline"]["cce_exact"]
+        got = [row["de_error"], row["dc_error"], exact["de_error"], exact["dc_error"]]
+        assert [f"{x:.1e}" for x in got] == [f"{x:.1e}" for x in (with_de, with_dc, de, dc)]

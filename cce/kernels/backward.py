@@ -1,4 +1,4 @@
-"""One slab of the backward: logits again, tile by tile, then their gradient, then de and dc under locks (notebooks 06, 07).
+"""One slab of the backward: logits again, tile by tile, then their gradient, then its shares of de and dc (notebooks 06, 07).
 
     S[n, v] = d_zy[n] if v is n's target, else exp(z[n, v] - lse_rest[n]) d_rest[n]      (times the softcap's slope)
     de += S @ c        dc += S.T @ e        dbias += S summed over n
@@ -7,7 +7,9 @@ A tile without a target whose logits are all below their row's `cutoff` = lse + 
 everywhere below eps, stops after the first product: the paper's filter. With 16-bit operands S is rounded, and
 `residual[n]` collects what rounding took from each row's sum.
 
-Traffic of a live tile: BLOCK_N + BLOCK_V rows of D floats, read and written, mostly in L2.
+Many programs add to the same rows of de and dc: under locks, or by the L2's float32 reductions (`blocks.under_locks`).
+
+Traffic of a live tile: BLOCK_N + BLOCK_V rows of D floats, mostly in L2; under locks they are read as well as written.
 """
 
 import torch
@@ -19,7 +21,7 @@ from cce.kernels.blocks import blocks_for, under_locks
 from cce.kernels.common import LOG2E, accumulate, capped, capped_slope, dot, grouped_tile, round_to
 from cce.kernels.descriptors import descriptor
 
-GROUP = 8
+GROUP = 8  # token blocks that share a block of c in L2
 
 
 @triton.jit(do_not_specialize=["M", "V", "first_class"])
@@ -104,10 +106,11 @@ def backward_slab(
 ) -> None:  # fmt: skip
     """Adds one vocabulary slab's share to de [M, D], dc [V, D], dbias [V], residual [M], all float32; None: not wanted.
 
-    e [M, D] and c [V, D] (the slab's rows) must suit descriptors; bias [V] float32; targets [M] are positions in the
-    whole, possibly sorted vocabulary, of which the slab's first is first_class. cutoff [M] is
-    the filter's, or None; filter_e and filter_c say whether it applies to de and to dc. de_locks comes from new_de_locks and belongs to de:
-    slabs that run at the same time must share it; None: new ones, for a slab that runs alone.
+    e [M, D] and c [V, D] (the slab's rows) must suit descriptors; bias [V] float32; targets [M] are positions in the whole,
+    possibly sorted vocabulary, of which the slab's first is first_class. cutoff [M] is the filter's, or None; filter_e and
+    filter_c say whether it applies to de and to dc. Where only one is filtered, both products are made and one is masked away.
+    de_locks comes from new_de_locks and belongs to de: slabs that run at the same time must share it; None: new ones, for a
+    slab that runs alone.
     """
     (M, D), V = e.shape, c.shape[0]
     shape = blocks_for("backward", e)
@@ -122,5 +125,5 @@ def backward_slab(
         FILTER_E=cutoff is not None and (filter_e or de is None),
         FILTER_C=cutoff is not None and (filter_c or (dc is None and dbias is None)),
         WANT_E=de is not None, WANT_C=dc is not None, WANT_BIAS=dbias is not None, ROUNDS=residual is not None,
-        LOCKED=under_locks(e.device),         GROUP=GROUP, **shape._asdict(),
+        LOCKED=under_locks(e.device), GROUP=GROUP, **shape._asdict(),
     )  # fmt: skip

@@ -16,8 +16,8 @@ from cce.kernels.blocks import blocks_for
 from cce.kernels.common import LN2, LOG2E, capped, dot, grouped_tile, lock, logaddexp, unlock
 from cce.kernels.descriptors import aligned, descriptor, descriptors_supported
 
-STRIP = 4
-GROUP = 8
+STRIP = 4  # tiles a program walks before it merges: more mean fewer merges, and a less even last wave of programs
+GROUP = 8  # token blocks that share a strip of c in L2
 
 
 @triton.jit(do_not_specialize=["M"])
