@@ -81,14 +81,15 @@ test-slow: $(STAMP) ## the long tests alone
 	$(PY) -m pytest tests -m slow -v
 
 lab: $(STAMP) ## open JupyterLab on the notebooks
-	$(PY) -m jupyterlab notebooks
+	$(PY) -m jupyterlab --LabApp.default_url=/lab/tree/notebooks
 
 lint: $(STAMP) ## ruff: rules and format, nothing is rewritten
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-figures: $(STAMP) ## redraw figures/ from the measurements in figures/data/
+figures: $(STAMP) ## redraw figures/ from figures/data/ and from the notebooks (minutes)
 	$(PY) -m cce.bench.figures
+	$(PY) tools/export_figures.py
 
 clean: ## remove what was built, and the caches; .venv stays (rm -r .venv)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
