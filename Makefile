@@ -61,8 +61,11 @@ notebooks-update: $(STAMP) ## execute every notebook at CPU size and rewrite its
 	@$(PY) tools/run_notebooks.py --update
 
 test: $(STAMP) ## run the tests, then compare every notebook with its stored outputs
-	@$(MAKE) --no-print-directory test-python
-	@$(MAKE) --no-print-directory test-notebooks
+	@status=0; \
+	$(MAKE) --no-print-directory test-python || status=1; \
+	$(MAKE) --no-print-directory test-notebooks || { status=1; \
+	  echo "If a notebook's new output is right, store it with: make notebooks-update" >&2; }; \
+	exit $$status
 
 # One thread a worker: the workers fill the cores already.
 test-python: $(STAMP) ## the first half of `make test`

@@ -1,6 +1,7 @@
 """What a caller can get wrong: every message names the argument, its value and what was expected."""
 
 import enum
+import numbers
 
 import torch
 from torch import Tensor
@@ -33,9 +34,9 @@ def filter_eps_for(filter_eps, dtype: torch.dtype) -> float | None:
         return None
     if filter_eps in ("auto", "high"):
         return torch.finfo(dtype).eps / 32
-    if isinstance(filter_eps, (int, float)) and not isinstance(filter_eps, bool) and filter_eps >= 0:
+    if _is_number(filter_eps) and filter_eps >= 0:
         return float(filter_eps)
-    raise ValueError(f'filter_eps: expected "auto", None or a number >= 0, got {filter_eps!r}')
+    raise ValueError(f'filter_eps: expected "auto", "high", None or a number >= 0, got {filter_eps!r}')
 
 
 def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_smoothing, weight, z_loss, impl) -> str:
@@ -44,7 +45,8 @@ def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_sm
         if x is None and name in ("bias", "weight"):
             continue
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+            hint = f"; pass its .{'bias' if name == 'bias' else 'weight'}" if isinstance(x, torch.nn.Module) else ""
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}{hint}")
         if type(x).__name__ == "DTensor" or type(getattr(x, "data", None)).__name__ == "DTensor":
             raise TypeError(
                 f"{name}: expected a plain torch.Tensor, got a DTensor. Pass {name}.full_tensor(), or let FSDP gather "
@@ -61,7 +63,8 @@ def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_sm
         raise ValueError(f"c: expected 2 dimensions [V, D], got shape {tuple(c.shape)}")
     num_classes, width = c.shape
     if e.dim() < 1 or e.shape[-1] != width:
-        raise ValueError(f"e: expected [..., D] with D = c.shape[1] = {width}, got shape {tuple(e.shape)}")
+        hint = "; is c transposed?" if e.dim() and e.shape[-1] == num_classes else ""
+        raise ValueError(f"e: expected [..., D] with D = c.shape[1] = {width}, got shape {tuple(e.shape)}{hint}")
     if num_classes == 0 or width == 0:
         raise ValueError(f"c: expected at least one class and one feature, got shape {tuple(c.shape)}")
     if targets.shape != e.shape[:-1]:
@@ -72,7 +75,7 @@ def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_sm
         check_per_class("bias", bias, num_classes)
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise ValueError("weight: expected a tensor that does not require grad (class weights are not differentiated)")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
         raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}")
     _check_number(
         "softcap",
@@ -89,7 +92,7 @@ def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_sm
     _check_number("z_loss", z_loss, _is_number(z_loss) and abs(z_loss) < float("inf"), "a finite number")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-    if not isinstance(shift, int) or shift < 0:
+    if not isinstance(shift, numbers.Integral) or shift < 0:
         raise ValueError(f"shift: expected False, True or an int >= 0, got {shift!r}")
     if shift and (targets.dim() < 1 or shift > targets.shape[-1]):
         raise ValueError(f"shift: expected at most the sequence length of targets {tuple(targets.shape)}, got {shift}")
@@ -108,7 +111,7 @@ def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_sm
 
 
 def _is_number(x) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def _check_number(name: str, value, good: bool, expected: str) -> None:

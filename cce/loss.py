@@ -95,6 +95,9 @@ def linear_cross_entropy(
     num_classes = len(c) if shard is None else shard.num_classes
     if weight is not None:
         checks.check_per_class("weight", weight, num_classes)
+    # NumPy's scalars are numbers, too, but would take over a product with a tensor.
+    softcap = None if softcap is None else float(softcap)
+    ignore_index, label_smoothing, z_loss = int(ignore_index), float(label_smoothing), float(z_loss)
     filter_eps = checks.filter_eps_for(filter_eps, e.dtype)
     if int(shift):
         e, targets = e[..., : -int(shift), :], targets[..., int(shift) :]

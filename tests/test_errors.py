@@ -28,7 +28,8 @@ MESSAGES = [
     ({"c": C.double()}, TypeError, ["c:", "float64", "float32"]),
     ({"c": C[0]}, ValueError, ["c:", "[V, D]", "(3,)"]),
     ({"c": C[None]}, ValueError, ["c:", "[V, D]", "(1, 7, 3)"]),
-    ({"c": C.T}, ValueError, ["e:", "7", "(4, 3)"]),
+    ({"c": C.T}, ValueError, ["e:", "7", "(4, 3)", "is c transposed?"]),
+    ({"c": torch.nn.Linear(3, 7)}, TypeError, ["c:", "Linear", "pass its .weight"]),
     ({"e": torch.tensor(1.0)}, ValueError, ["e:", "[..., D]", "()"]),
     ({"e": E[:, :2]}, ValueError, ["e:", "D", "3", "(4, 2)"]),
     ({"c": C[:0]}, ValueError, ["c:", "class", "(0, 3)"]),
@@ -221,3 +222,14 @@ def test_fsdp_gathers_the_weight_of_a_head(mesh):
     loss.backward()
     assert loss.item() == pytest.approx(want, rel=1e-6)
     assert type(head.weight.grad).__name__ == "DTensor"
+
+
+def test_numpy_scalars_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    options = {"ignore_index": 2, "softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.5, "shift": 1}
+    scalars = {name: numpy.int64(x) if isinstance(x, int) else numpy.float32(x) for name, x in options.items()}
+    e = E.clone().requires_grad_()
+    want, got = (linear_cross_entropy(e, C, T, **chosen) for chosen in (options, scalars))
+    torch.testing.assert_close(got, want)
+    got.backward()
+    linear_cross_entropy(E, C, T, softcap=numpy.float64(3), filter_eps=numpy.float32(0.5), impl="cce")

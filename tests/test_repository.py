@@ -76,7 +76,7 @@ def test_wheel_is_named_linear_cce(wheel):
 def test_wheel_holds_the_whole_package_and_nothing_else(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {name for name in repository_files() if name.startswith("cce/") and name.endswith(".py")}
-    assert packed == package | {"cce/py.typed"}
+    assert packed == package | {"cce/py.typed", "cce/bench/style.mplstyle"}
 
 
 USE_THE_WHEEL = """
