@@ -2,7 +2,7 @@
 
 >>> from cce import linear_cross_entropy
 >>> loss = linear_cross_entropy(e, c, targets)     # e [N, D] hidden states, c [V, D] classifier, targets [N]
->>> loss.backward()                                # e.grad [N, D], c.grad [V, D]; no [N, V] tensor was made
+>>> loss.backward()                                # e.grad [N, D], c.grad [V, D]; no [N, V] tensor is needed
 """
 
 from cce.loss import linear_cross_entropy

@@ -1,12 +1,12 @@
 """Cut Cross-Entropy (arXiv:2411.09009): the kernels of notebooks 04 to 07 behind the primitive (notebook 08).
 
-forward    z_y from the indexed dot product, lse_rest from the tiled log-sum-exp under locks; O(M) memory. (Label smoothing's
-           mean logit takes a float32 copy of e for a moment.)
+forward    z_y from the indexed dot product, lse_rest from the tiled log-sum-exp under locks; O(M) memory. (Label smoothing
+           takes a float32 copy of e for a moment, here and in the backward.)
 backward   with the filter on, the vocabulary is sorted by average logit, so that the classes nobody predicts share tiles. It is
            walked in slabs: a slab's classifier rows are gathered in that order, its dc is summed in float32 (under locks, or
            by the GPU's reductions: kernels.blocks.under_locks) and rounded once. de has one float32 buffer for all slabs.
 
-Memory of the backward beyond the gradients: 4 M D bytes for de, and SLAB_SHARE of the gradients for two slabs.
+Memory of the backward beyond the gradients: 4 M D bytes for de, and at most SLAB_SHARE of the gradients for two slabs.
 """
 
 import contextlib

@@ -56,8 +56,9 @@ def linear_cross_entropy(
         reduction: "mean" (over the tokens that count, by class weight if there is one), "sum" or "none".
         shift: score `e[..., t, :]` against `targets[..., t + shift]`; True is 1. Needs at least [B, T, D] or [T, D].
         return_lse: also return the log-sum-exp of each token's logits; differentiable.
-        filter_eps: `impl="cce"` only. Blocks of the logit gradient without a target whose softmax is everywhere under
-            this are skipped. "auto" (or "high") is `finfo(e.dtype).eps / 32`, 2^-12 in bfloat16; None: no filter.
+        filter_eps: of `impl="cce"` and the names that stand for it. Blocks of the logit gradient without a target whose
+            softmax is everywhere under this are skipped. "auto" (or "high") is `finfo(e.dtype).eps / 32`, 2^-12 in
+            bfloat16; None: no filter.
             Label smoothing turns the filter off. What it costs depends on how flat the softmax is. Relative error of
             de / dc in bfloat16 on an H200, with the filter and without: synthetic and peaked, 2.7e-3 / 2.2e-3 both ways;
             random and nearly flat, up to 2.0e-2 / 4.6e-3 against 1.7e-3 / 0.8e-3 (figures/data/cut.json); a model of
@@ -68,7 +69,7 @@ def linear_cross_entropy(
         impl: "naive", "checkpoint", "chunked", "cce" (the paper, arXiv:2411.09009), "cce_exact" (without its filter),
             "auto", or a name of cut-cross-entropy. "auto" is "cce_exact" on NVIDIA GPUs of compute capability 8.0 and
             up, and "chunked" elsewhere, for float64, and for label smoothing with softcap.
-        label_smoothing: in [0, 1], as in `F.cross_entropy`. With softcap: naive, checkpoint, chunked only.
+        label_smoothing: in [0, 1], as in `F.cross_entropy`. With softcap: naive, checkpoint, chunked, torch_compile, auto.
         weight: class weights [V], as in `F.cross_entropy`.
         vocab_parallel_options: `cce.parallel.VocabParallelOptions`: c and bias are this rank's rows of the classifier,
             targets and weight those of the whole vocabulary; every rank gets the whole loss.

@@ -161,6 +161,7 @@ def store(path: Path, nb, failed: bool, update: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(nb, target)
     html, _ = HTMLExporter().from_notebook_node(nb, {"metadata": {"name": path.stem}})
+    html = re.sub(r'(href="[^":#]*)\.ipynb', r"\1.html", html)  # a page links to pages
     target.with_suffix(".html").write_text(html, encoding="utf-8")
 
 

@@ -3,9 +3,9 @@
     S[n, v] = d_zy[n] if v is n's target, else exp(z[n, v] - lse_rest[n]) d_rest[n]      (times the softcap's slope)
     de += S @ c        dc += S.T @ e        dbias += S summed over n
 
-A tile without a target whose logits are all below their row's `cutoff` = lse + log(eps), that is, whose softmax is
-everywhere below eps, stops after the first product: the paper's filter. With 16-bit operands S is rounded, and
-`residual[n]` collects what rounding took from each row's sum.
+A tile without a target whose logits are all below their row's `cutoff` = lse + log(eps), that is, whose softmax is everywhere
+below eps, stops after the first product: the paper's filter, where it applies to both gradients. With 16-bit operands S is
+rounded, and `residual[n]` collects what rounding took from each row's sum.
 
 Many programs add to the same rows of de and dc: under locks, or by the L2's float32 reductions (`blocks.under_locks`).
 
