@@ -98,12 +98,12 @@ def linear_cross_entropy(
         checks.check_per_class("weight", weight, num_classes)
     # NumPy's scalars are numbers, too, but would take over a product with a tensor.
     softcap = None if softcap is None else float(softcap)
-    ignore_index, label_smoothing, z_loss = int(ignore_index), float(label_smoothing), float(z_loss)
+    ignore_index, shift, label_smoothing, z_loss = int(ignore_index), int(shift), float(label_smoothing), float(z_loss)
     filter_eps = checks.filter_eps_for(filter_eps, e.dtype)
-    if int(shift):
-        e, targets = e[..., : -int(shift), :], targets[..., int(shift) :]
+    if shift:
+        e, targets = e[..., :-shift, :], targets[..., shift:]
     with torch.autocast(e.device.type, enabled=False):
-        tokens = _select_tokens(e, targets, ignore_index, num_classes, int(shift))
+        tokens = _select_tokens(e, targets, ignore_index, num_classes, shift)
         terms = TokenLoss(reduction, label_smoothing, z_loss, weight, num_classes, tokens)
         if impl == "auto":
             impl = _choose(e, c, softcap if label_smoothing else None)

@@ -23,8 +23,6 @@ LAST_STEPS = [
     ("08_assembling_cce", ["Primitive"], "cce.autograd"),
     ("08_assembling_cce", ["TokenLoss"], "cce.loss"),
 ]
-
-
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 

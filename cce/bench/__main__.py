@@ -40,6 +40,14 @@ def environment() -> dict:
     }
 
 
+def save(name: str, **measured) -> None:
+    """Writes figures/data/name.json: the environment, and what was measured in it."""
+    DATA.mkdir(parents=True, exist_ok=True)
+    path = DATA / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **measured}, indent=1) + "\n")
+    print(f"saved {path.relative_to(DATA.parents[1])}")
+
+
 def _cpu_name() -> str:
     """The processor's name where Linux tells it, and the threads that PyTorch uses."""
     try:
@@ -138,10 +146,7 @@ def main() -> None:
             runs.append(measure(name, (N, D, V), options.contenders, options.repeats, options.seed))
             print(table(runs[-1]), end="\n\n", flush=True)
     if options.save:
-        DATA.mkdir(parents=True, exist_ok=True)
-        path = DATA / f"{options.save}.json"
-        path.write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n")
-        print(f"saved {path.relative_to(DATA.parents[1])}")
+        save(options.save, runs=runs)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 Writes figures/data/accumulation.json; `cce.kernels.blocks.under_locks` rests on it.
 """
 
-import json
-
 import torch
 
 from cce import linear_cross_entropy
-from cce.bench.__main__ import DATA, SHAPES, environment
+from cce.bench.__main__ import SHAPES, save
 from cce.bench.inputs import INPUTS
 from cce.bench.timing import interleaved
 from cce.kernels import backward
@@ -42,6 +40,4 @@ def measure(repeats: int = 5) -> list[dict]:
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU: the interpreter always uses the locks")
-    DATA.mkdir(parents=True, exist_ok=True)
-    document = {"environment": environment(), "runs": measure()}
-    (DATA / "accumulation.json").write_text(json.dumps(document, indent=1) + "\n")
+    save("accumulation", runs=measure())

@@ -10,11 +10,10 @@ was trained on and for held-out ones; each is measured beside the two synthetic 
 
 import argparse
 import contextlib
-import json
-import pathlib
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from tqdm import tqdm
 
 from cce import cut, linear_cross_entropy
 from cce.bench import exact
-from cce.bench.__main__ import DATA, environment
+from cce.bench.__main__ import save
 from cce.bench.contenders import naive
 from cce.bench.inputs import INPUTS
 from cce.bench.timing import interleaved
@@ -146,6 +145,13 @@ def train(model: Trunk, trunk, tokens: Tensor, seconds: float, batch: int, conte
 # -------------------------------------------------------------------------------------------------------------- statistics
 
 
+def probabilities(e: Tensor, c: Tensor, tokens: int) -> Iterator[Tensor]:
+    """The softmax in float32, so many tokens at a time: [tokens, V] each."""
+    wide = c.float().T
+    for rows in e.split(tokens):
+        yield torch.softmax(rows.float() @ wide, 1)
+
+
 @torch.no_grad()
 def softmax_statistics(e: Tensor, c: Tensor, targets: Tensor) -> dict:
     """How the probability is spread: by rank, and how much of it lies under each threshold."""
@@ -153,8 +159,7 @@ def softmax_statistics(e: Tensor, c: Tensor, targets: Tensor) -> dict:
     ranks = [2**k for k in range(V.bit_length())]
     thresholds = [2.0**-k for k in range(6, 21)]
     at_rank, entries, mass, small = 0, torch.zeros(len(thresholds)), torch.zeros(len(thresholds)), []
-    for rows in e.split(256):
-        p = torch.softmax(rows.float() @ c.float().T, 1)
+    for p in probabilities(e, c, 256):
         at_rank += p.sort(1, descending=True)[0][:, [r - 1 for r in ranks]].sum(0).cpu()
         for i, eps in enumerate(thresholds):
             below = p < eps
@@ -178,11 +183,9 @@ def softmax_statistics(e: Tensor, c: Tensor, targets: Tensor) -> dict:
 def block_maxima(e: Tensor, c: Tensor, targets: Tensor, order: Tensor) -> Tensor:
     """The largest probability in each block of the filter, classes in the given order; 1 where a target is inside."""
     blocks = blocks_for("backward", e)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=order.device)
     maxima = []
-    for rows, y in zip(e.split(blocks.BLOCK_N), targets.split(blocks.BLOCK_N), strict=True):
-        largest = torch.softmax(rows.float() @ c.float().T, 1).amax(0)
+    for p, y in zip(probabilities(e, c, blocks.BLOCK_N), targets.split(blocks.BLOCK_N), strict=True):
+        largest = p.amax(0)
         largest[y] = 1
         padded = F.pad(largest[order], (0, -len(c) % blocks.BLOCK_V))
         maxima.append(padded.view(-1, blocks.BLOCK_V).amax(1))
@@ -244,7 +247,8 @@ def measure(name: str, e: Tensor, c: Tensor, targets: Tensor, thresholds: list[f
     if CUDA:
         baselines["torch.compile"] = torch.compile(naive)
     result["baseline"] = {k: measured(loss, e, c, targets, wanted, repeats) for k, loss in baselines.items()}
-    print(f"{name:26} loss {result['loss']:.2f}  mass below 2^-12: {result['mass_below'][6]['mass']:.3f}", flush=True)
+    (below,) = (row["mass"] for row in result["mass_below"] if row["eps"] == 2.0**-12)
+    print(f"{name:26} loss {result['loss']:.2f}  mass below 2^-12: {below:.3f}", flush=True)
     for row in result["filter"]:
         print("   ", {k: v if isinstance(v, bool) else f"{v:.3g}" for k, v in row.items() if v is not None})
     return result
@@ -261,7 +265,7 @@ def main() -> None:
     full = options.tokens is not None
     V, D, layers, context, batch, N = (131072, 1024, 8, 1024, 32, 8192) if full else (4000, 64, 2, 64, 8, 64)
     seconds = options.seconds or (300 if full else 20)
-    thresholds = [2.0**-k for k in ((8, 9, 10, 11, 12, 13, 14, 16) if full else (8, 12))] + [0.0] * full
+    thresholds = [2.0**-k for k in (8, 9, 10, 11, 12, 13, 14, 16)] + [0.0] if full else [2.0**-8, 2.0**-12]
     repeats = 5 if CUDA else 0  # the interpreter's times say nothing
     torch.manual_seed(0)
     tokens = load_tokens(options.tokens, V).to(DEVICE)
@@ -286,18 +290,12 @@ def main() -> None:
     for name, make in INPUTS.items():
         problem = make(N, 2304 if full else D, 256000 if full else V, DEVICE, torch.bfloat16 if CUDA else torch.float32)
         inputs.append(measure(name, *problem, thresholds, repeats))
-    document = {
-        "environment": environment(),
-        "model": {
+    if options.save:
+        described = {
             "text": "documentation packages, BPE tokens" if full else "pydoc topics, words", "tokens": len(tokens), "V": V, "D": D,
             "layers": layers, "context": context, "batch": batch, "seconds": seconds, "steps": steps,
-        },
-        "inputs": inputs,
-    }  # fmt: skip
-    if options.save:
-        path = pathlib.Path(DATA / f"{options.save}.json")
-        path.write_text(json.dumps(document, indent=1).replace("NaN", "null") + "\n")
-        print(f"saved {path.relative_to(DATA.parents[1])}")
+        }  # fmt: skip
+        save(options.save, model=described, inputs=inputs)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ Errors of z_y, lse_rest and the per-token loss against float64 logits of the sam
 Writes figures/data/truncation.json; the tolerance of tests/test_real_sizes.py and the shape of cce.kernels.target_logit rest on it.
 """
 
-import json
-
 import torch
 import torch.nn.functional as F
 
-from cce.bench.__main__ import DATA, environment
+from cce.bench.__main__ import save
 from cce.bench.inputs import INPUTS
 from cce.kernels.lse_forward import lse_forward
 from cce.kernels.target_logit import target_logit
@@ -39,7 +37,7 @@ def main() -> None:
     runs = [measure(name, 8192, D, 32000) for D in (1024, 2304, 4096, 5120, 8192) for name in INPUTS]
     for run in runs:
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in run.items()})
-    (DATA / "truncation.json").write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n")
+    save("truncation", runs=runs)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ One program owns BLOCK_N tokens, gathers their targets' rows of c, and multiplie
 BLOCK_N products only the diagonal is wanted; the rest costs nothing that shows, and buys that z_y is summed in the same order and with
 the same rounding as the tiles of lse_forward. Tensor cores cut off what does not fit as they add, so that every logit comes out a little
 too close to zero (by 128 units of 2^-24 |z| at D = 5120 on an H200); what both terms lose cancels in lse - z_y. With a float32 sum instead
-the loss is off by four times as much (figures/data/truncation.json).
+the loss is off by several times as much (figures/data/truncation.json).
 
 Reads 2 M D elements, writes M.
 """
