@@ -18,6 +18,7 @@ IMPLEMENTATIONS = {
     "chunked": "chunked",
     "cce": "cce",
     "cce_exact": "cce_exact",
+    "gather": "gather",
     "auto": "auto",
     "torch_compile": "torch_compile",
     "cce_kahan": "cce",
@@ -29,14 +30,9 @@ IMPLEMENTATIONS = {
 WITH_SOFTCAPPED_SMOOTHING = ("naive", "checkpoint", "chunked", "torch_compile")
 
 
-def filter_eps_for(filter_eps, dtype: torch.dtype) -> float | None:
-    if filter_eps is None:
-        return None
-    if filter_eps in ("auto", "high"):
-        return torch.finfo(dtype).eps / 32
-    if _is_number(filter_eps) and filter_eps >= 0:
-        return float(filter_eps)
-    raise ValueError(f'filter_eps: expected "auto", "high", None or a number >= 0, got {filter_eps!r}')
+def check_filter_eps(filter_eps) -> None:
+    good = filter_eps is None or filter_eps in ("auto", "high") or (_is_number(filter_eps) and filter_eps >= 0)
+    _check_number("filter_eps", filter_eps, good, '"auto", "high", None or a number >= 0')
 
 
 def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_smoothing, weight, z_loss, impl) -> str:
@@ -100,7 +96,7 @@ def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_sm
     resolved = IMPLEMENTATIONS.get(name.lower()) if isinstance(name, str) else None
     if resolved is None:
         raise ValueError(f"impl: expected one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
-    if resolved.startswith("cce") and e.dtype == torch.float64:
+    if resolved.startswith(("cce", "gather")) and e.dtype == torch.float64:
         raise TypeError(f"e: impl={name!r} takes float32, bfloat16 or float16, got float64; use naive or chunked")
     if label_smoothing and softcap is not None and resolved not in (*WITH_SOFTCAPPED_SMOOTHING, "auto"):
         raise ValueError(

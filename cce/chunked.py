@@ -203,7 +203,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def forward(e, c, targets, bias, softcap, mean_weight):
+def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared=None):
     """The primitive's numbers, a chunk at a time."""
     head = Head.prepare(e, c, targets, bias, softcap, mean_weight)
     new = lambda: torch.empty(len(e), dtype=head.wide, device=e.device)  # noqa: E731
@@ -215,10 +215,12 @@ def forward(e, c, targets, bias, softcap, mean_weight):
             z_y[rows], lse_rest[rows] = chunk.z_y, chunk.lse_rest
             if z_bar is not None:
                 z_bar[rows] = chunk.z_bar
-    return z_y, lse_rest, z_bar
+    return (z_y, lse_rest, z_bar), ()
 
 
-def backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_filter, wanted, d_zy, d_rest, d_zbar):
+def backward(
+    e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, state, block_filter, wanted, d_zy, d_rest, d_zbar
+):
     """Its gradients; each chunk is computed again."""
     head = Head.prepare(e, c, targets, bias, softcap, mean_weight)
     with ieee_float32():

@@ -28,13 +28,9 @@ from cce.precision import ieee_float32, logit_gradient_scale, weighted_row_sum
 SLAB_SHARE = 0.16  # of the gradients' bytes: two slabs' float32 dc and their copies of c's rows
 
 
-def forward(e, c, targets, bias, softcap, mean_weight):
+def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared=None):
     """The primitive's numbers; softcap and mean_weight exclude each other."""
-    if not INTERPRETED and not e.is_cuda:
-        raise ValueError(
-            f'e: the kernels are compiled for this machine\'s GPU and expect CUDA tensors, got one on {e.device}; use impl="chunked", '
-            "or set TRITON_INTERPRET=1 before the first import to run them in Triton's interpreter"
-        )
+    check_device(e)
     targets, bias = dense(targets, bias)
     with two_lanes(e.device) as lanes:  # the few programs of z_y run where the last wave of lse_rest leaves room
         with lanes[0]:
@@ -42,13 +38,24 @@ def forward(e, c, targets, bias, softcap, mean_weight):
         with lanes[-1]:
             z_y = target_logit(e, c, targets, bias, softcap)
     hand_over(z_y)
-    z_bar = None
-    if mean_weight is not None:
-        with ieee_float32():
-            z_bar = e.float() @ weighted_row_sum(c, mean_weight)
-        if bias is not None:
-            z_bar += (mean_weight.float() * bias.float()).sum()
-    return z_y, lse_rest, z_bar
+    return (z_y, lse_rest, mean_logit(e, c, bias, mean_weight)), ()
+
+
+def check_device(e: Tensor) -> None:
+    if not INTERPRETED and not e.is_cuda:
+        raise ValueError(
+            f'e: the kernels are compiled for this machine\'s GPU and expect CUDA tensors, got one on {e.device}; use impl="chunked", '
+            "or set TRITON_INTERPRET=1 before the first import to run them in Triton's interpreter"
+        )
+
+
+def mean_logit(e: Tensor, c: Tensor, bias: Tensor | None, mean_weight: Tensor | None) -> Tensor | None:
+    """z_bar [M] float32: each token's logits weighted by mean_weight and summed; None without weights."""
+    if mean_weight is None:
+        return None
+    with ieee_float32():
+        z_bar = e.float() @ weighted_row_sum(c, mean_weight)
+    return z_bar if bias is None else z_bar + (mean_weight.float() * bias.float()).sum()
 
 
 def dense(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -62,7 +69,9 @@ def backward(*args):
         return _backward(*args)
 
 
-def _backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_filter, wanted, d_zy, d_rest, d_zbar):
+def _backward(
+    e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, state, block_filter, wanted, d_zy, d_rest, d_zbar
+):
     targets, bias, d_zy, d_rest = dense(targets, bias, d_zy, d_rest)
     (M, D), V = e.shape, c.shape[0]
     want_e, want_c, want_bias = wanted
@@ -120,13 +129,23 @@ def _backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, block_fi
     return de, dc, dbias
 
 
+def vocabulary_order(e: Tensor, c: Tensor) -> Tensor:
+    """Classes by falling average logit, [V]."""
+    average_logit = torch.mv(c, e.mean(0, dtype=torch.float32).to(c.dtype))  # = mean over tokens of e @ c.T
+    return average_logit.argsort(descending=True)
+
+
+def positions(order: Tensor, targets: Tensor) -> Tensor:
+    """Where each token's target is in that order, [M]; a negative target stays what it is."""
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    return torch.where(targets >= 0, rank[targets.clamp(0, len(order) - 1)], targets)
+
+
 def sort_vocabulary(e: Tensor, c: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Classes by falling average logit (order [V]), and where each token's target is in that order ([M])."""
-    average_logit = torch.mv(c, e.mean(0, dtype=torch.float32).to(c.dtype))  # = mean over tokens of e @ c.T
-    order = average_logit.argsort(descending=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=c.device)
-    return order, torch.where(targets >= 0, rank[targets.clamp(0, len(order) - 1)], targets)
+    order = vocabulary_order(e, c)
+    return order, positions(order, targets)
 
 
 @functools.cache

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce import autograd, checks, chunked, naive, parallel
+from cce.host import HostCopy
+
+MOST_DROPPED = 0.03  # of the gradient's mass, by gather's default filter; figures/data/real_softmax.json
 
 
 def linear_cross_entropy(
@@ -56,19 +59,24 @@ def linear_cross_entropy(
         reduction: "mean" (over the tokens that count, by class weight if there is one), "sum" or "none".
         shift: score `e[..., t, :]` against `targets[..., t + shift]`; True is 1. Needs at least [B, T, D] or [T, D].
         return_lse: also return the log-sum-exp of each token's logits; differentiable.
-        filter_eps: of `impl="cce"` and the names that stand for it. Blocks of the logit gradient without a target whose
-            softmax is everywhere under this are skipped. "auto" (or "high") is `finfo(e.dtype).eps / 32`, 2^-12 in
-            bfloat16; None: no filter.
-            Label smoothing turns the filter off. What it costs depends on how flat the softmax is. Relative error of
+        filter_eps: what of the logit gradient is too small to compute; "auto" (or "high"), None (nothing: exact) or a number.
+            `gather` drops (token, tile of 128 classes) pairs without the token's target, and puts their mass back at the tile's mean
+            class. With a number, those whose mass is at most filter_eps times the root mean square of the tokens' gradients: what
+            is wrong in a token's row of the logit gradient sums to 0 in each tile and is at most filter_eps of a typical token's there.
+            "auto" is eps / 32 of the dtype (2^-12 in bfloat16), or less, so that at most 3 % of the gradient's mass is dropped; in
+            float32 it is None.
+            `cce`, and the names that stand for it: blocks without a target whose softmax is everywhere under this are skipped and
+            lost. "auto" is eps / 32; label smoothing turns it off. What it costs depends on how flat the softmax is. Relative error of
             de / dc in bfloat16 on an H200, with the filter and without: synthetic and peaked, 2.7e-3 / 2.2e-3 both ways;
             random and nearly flat, up to 2.0e-2 / 4.6e-3 against 1.7e-3 / 0.8e-3 (figures/data/cut.json); a model of
             131,072 classes trained for minutes, 7.0e-2 / 2.6e-3 against 2.7e-3 / 1.9e-3 (figures/data/real_softmax.json).
         accum_e_fp32, accum_c_fp32: accepted for compatibility; sums are always float32.
-        filter_e_grad, filter_c_grad: False keeps the filter away from de or dc. With one of them False both products are
-            still made, for every block.
-        impl: "naive", "checkpoint", "chunked", "cce" (the paper, arXiv:2411.09009), "cce_exact" (without its filter),
-            "auto", or a name of cut-cross-entropy. "auto" is "cce_exact" on NVIDIA GPUs of compute capability 8.0 and
-            up, and "chunked" elsewhere, for float64, and for label smoothing with softcap.
+        filter_e_grad, filter_c_grad: False keeps `cce`'s filter away from de or dc (both products are then made for every
+            block), and turns `gather`'s off.
+        impl: "naive", "checkpoint", "chunked", "cce" (the paper, arXiv:2411.09009), "cce_exact" (without its filter), "gather" (the
+            row-gathered algorithm of notebook 09: the fastest, and the same bits every time), "auto", or a name of
+            cut-cross-entropy. "auto" on an NVIDIA GPU of compute capability 8.0 and up is "gather" in 16 bits and "cce_exact" in
+            float32; it is "chunked" elsewhere, for float64, and for label smoothing with softcap.
         label_smoothing: in [0, 1], as in `F.cross_entropy`. With softcap: naive, checkpoint, chunked, torch_compile, auto.
         weight: class weights [V], as in `F.cross_entropy`.
         vocab_parallel_options: `cce.parallel.VocabParallelOptions`: c and bias are this rank's rows of the classifier,
@@ -99,14 +107,21 @@ def linear_cross_entropy(
     # NumPy's scalars are numbers, too, but would take over a product with a tensor.
     softcap = None if softcap is None else float(softcap)
     ignore_index, shift, label_smoothing, z_loss = int(ignore_index), int(shift), float(label_smoothing), float(z_loss)
-    filter_eps = checks.filter_eps_for(filter_eps, e.dtype)
+    checks.check_filter_eps(filter_eps)
     if shift:
         e, targets = e[..., :-shift, :], targets[..., shift:]
     with torch.autocast(e.device.type, enabled=False):
-        tokens = _select_tokens(e, targets, ignore_index, num_classes, shift)
+        impl = _choose(e, c, softcap if label_smoothing else None) if impl == "auto" else impl
+        settings = ()
+        if impl in KERNELS:
+            settings = (Filter.of(impl, filter_eps, filter_e_grad, filter_c_grad, label_smoothing, e.dtype),)
+        early = (
+            functools.partial(autograd.prepare, KERNELS[impl], c=c, bias=bias, block_filter=settings[0])
+            if settings
+            else None
+        )
+        tokens = _select_tokens(e, targets, ignore_index, num_classes, shift, early)
         terms = TokenLoss(reduction, label_smoothing, z_loss, weight, num_classes, tokens)
-        if impl == "auto":
-            impl = _choose(e, c, softcap if label_smoothing else None)
         if not tokens.captured and tokens.count == 0:
             return _nothing_counts(e, c, bias, targets.shape, reduction, return_lse)
         mean_weight = None
@@ -120,9 +135,9 @@ def linear_cross_entropy(
         # Under capture, in a shard, or for per-token results, what is asked of a token is known only in the backward.
         if impl == "chunked" and reduction != "none" and not (return_lse or tokens.captured or shard):
             return chunked.chunked_loss(*problem, terms)
-        if impl in ("cce", "cce_full_c", "cce_full_e", "cce_exact"):
-            problem += (Filter.of(impl, filter_eps, filter_e_grad, filter_c_grad, label_smoothing),)
-        outputs = _primitive(impl)(*problem)
+        if settings:
+            settings += (tokens.prepared,)
+        outputs = _primitive(impl)(*problem, *settings)
         z_y, lse_rest, z_bar = tokens.blank(*(outputs if shard is None else shard.combine(*outputs)))
         per_token = tokens.blank(terms(z_y, lse_rest, z_bar, tokens.targets))[0]
         loss = tokens.scatter(per_token, targets.shape) if reduction == "none" else per_token.sum()
@@ -133,28 +148,42 @@ def linear_cross_entropy(
         return loss, tokens.scatter(torch.logaddexp(lse_rest, z_y), targets.shape)
 
 
+KERNELS = {"cce": "cut", "cce_full_c": "cut", "cce_full_e": "cut", "cce_exact": "cut", "gather": "gather"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """Which blocks of the logit gradient `impl="cce"` skips: softmax everywhere below eps and no target inside."""
+    """What of the logit gradient is too small to compute.
+
+    `cce`: blocks without a target whose softmax is everywhere below eps. `gather`: (token, tile) pairs without a target whose gradient
+    mass is at most eps times that of a typical token, as long as no more than the share `most` of the whole mass is dropped.
+    """
 
     eps: float | None
     e: bool = True  # whether the filter applies to de
     c: bool = True  # and to dc
+    most: float | None = None
 
     @classmethod
-    def of(cls, impl, eps, filter_e_grad, filter_c_grad, label_smoothing) -> "Filter":
-        # Label smoothing spreads a part of the gradient evenly over V: below any threshold, and not negligible.
-        if impl == "cce_exact" or label_smoothing > 0:
+    def of(cls, impl, filter_eps, filter_e_grad, filter_c_grad, label_smoothing, dtype) -> "Filter":
+        eps = torch.finfo(dtype).eps / 32 if filter_eps in ("auto", "high") else filter_eps
+        if impl == "gather":
+            automatic = filter_eps in ("auto", "high")
+            if eps is None or not (filter_e_grad and filter_c_grad) or (automatic and dtype == torch.float32):
+                return cls(None)
+            return cls(float(eps), most=MOST_DROPPED if automatic else None)
+        # Label smoothing spreads a part of the gradient evenly over V: below any threshold, and not negligible to cce.
+        if impl == "cce_exact" or label_smoothing > 0 or eps is None:
             return cls(None)
-        return cls(eps, filter_e_grad and impl != "cce_full_e", filter_c_grad and impl != "cce_full_c")
+        return cls(float(eps), filter_e_grad and impl != "cce_full_e", filter_c_grad and impl != "cce_full_c")
 
 
 class Tokens:
     """The tokens that count: their rows of e, their targets, and the way back to the caller's shape."""
 
-    def __init__(self, e: Tensor, targets: Tensor, counted: Tensor | None, kept: Tensor | None):
+    def __init__(self, e: Tensor, targets: Tensor, counted: Tensor | None, kept: Tensor | None, prepared=None):
         self.captured = counted is not None
-        self.counted, self.kept, self.e, self.targets = counted, kept, e, targets
+        self.counted, self.kept, self.e, self.targets, self.prepared = counted, kept, e, targets, prepared
         self.count = counted.sum() if self.captured else len(targets)
         if self.captured:  # no compaction: all rows run, and those that do not count must leave no trace, NaN or not
             self.e = torch.where(counted[:, None], e, 0)
@@ -172,29 +201,42 @@ class Tokens:
         return full.index_copy(0, self.kept, per_token).view(shape)
 
 
-def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: int, shift: int) -> Tokens:
-    """Flattens, checks the targets' range and drops ignored tokens, with one host synchronisation."""
+def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: int, shift: int, early=None) -> Tokens:
+    """Flattens, checks the targets' range and drops ignored tokens, with one host synchronisation.
+
+    early(e), if given, starts what does not depend on the targets, so that the device works while the host waits for them.
+    """
     length = targets.shape[-1] if targets.dim() else 1
     e, targets = e.reshape(-1, e.shape[-1]), targets.reshape(-1).long()
-    counted = targets != ignore_index
     if torch.compiler.is_compiling() or (e.is_cuda and torch.cuda.is_current_stream_capturing()):
-        bad = (targets < 0) | (targets >= num_classes)
+        counted, bad = targets != ignore_index, (targets < 0) | (targets >= num_classes)
         targets = torch.where(counted, torch.where(bad, naive.NOWHERE, targets), naive.ELSEWHERE)
         return Tokens(e, targets, counted, None)
     if len(targets) == 0:
         return Tokens(e, targets, None, None)
-    in_range = torch.where(counted, targets, 0)
-    count, low, high = torch.stack([counted.sum(), *in_range.aminmax()]).tolist()
+    facts = HostCopy(_target_facts(targets, ignore_index, by_kernel=e.is_cuda and early is not None))
+    prepared = None if early is None else early(e)
+    count, low, high = facts.wait().tolist()
     if low < 0 or high >= num_classes:
-        where = ((in_range < 0) | (in_range >= num_classes)).nonzero()[0].item()
+        where = ((targets != ignore_index) & ((targets < 0) | (targets >= num_classes))).nonzero()[0].item()
         raise IndexError(
             f"targets: value {int(targets[where])} at flat position {where + (where // length + 1) * shift} is out of range: "
             f"expected 0 <= target < {num_classes} (the rows of c) or ignore_index={ignore_index}"
         )
     if count == len(targets):
-        return Tokens(e, targets, None, None)
-    kept = torch.nonzero_static(counted, size=count)[:, 0]
-    return Tokens(e.index_select(0, kept), targets.index_select(0, kept), None, kept)
+        return Tokens(e, targets, None, None, prepared)
+    kept = torch.nonzero_static(targets != ignore_index, size=count)[:, 0]
+    return Tokens(e.index_select(0, kept), targets.index_select(0, kept), None, kept, prepared)
+
+
+def _target_facts(targets: Tensor, ignore_index: int, by_kernel: bool) -> Tensor:
+    """[3]: how many targets count, and the smallest and the largest of those and 0."""
+    if by_kernel:
+        from cce.kernels.target_facts import target_facts
+
+        return target_facts(targets, ignore_index)
+    counted = targets != ignore_index
+    return torch.stack([counted.sum(), *torch.where(counted, targets, 0).aminmax()])
 
 
 class TokenLoss:
@@ -249,28 +291,29 @@ def _primitive(impl: str):
         return naive.target_and_rest if impl == "naive" else naive.checkpointed_target_and_rest
     if impl == "torch_compile":
         return naive.compiled_target_and_rest()
-    return functools.partial(autograd.target_and_rest, "chunked" if impl == "chunked" else "cut")
+    return functools.partial(autograd.target_and_rest, KERNELS.get(impl, impl))
 
 
 def _choose(e: Tensor, c: Tensor, smoothed_softcap: float | None) -> str:
     """What impl="auto" means for these inputs."""
     if e.dtype == torch.float64 or smoothed_softcap is not None or not e.is_cuda or torch.version.hip:
         return "chunked"
+    impl = "cce_exact" if e.dtype == torch.float32 else "gather"  # gather's products are cuBLAS's, slow in full float32
     if torch.cuda.get_device_capability(e.device) < (8, 0) or not (
-        torch.cuda.is_current_stream_capturing() or _kernels_run(e.device, e.dtype)
+        torch.cuda.is_current_stream_capturing() or _kernels_run(e.device, e.dtype, impl)
     ):
         return "chunked"
-    return "cce_exact"
+    return impl
 
 
 @functools.cache
-def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+def _kernels_run(device: torch.device, dtype: torch.dtype, impl: str) -> bool:
     """Tries the kernels once per device and dtype, so that a machine without, say, a C compiler still trains."""
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             e, c = (torch.zeros(16, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
             targets = torch.zeros(16, device=device, dtype=torch.int64)
-            linear_cross_entropy(e, c, targets, impl="cce_exact").backward()
+            linear_cross_entropy(e, c, targets, impl=impl).backward()
         return True
     except Exception as error:  # anything at all: the point is to go on without them
         warnings.warn(

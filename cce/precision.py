@@ -35,6 +35,14 @@ def float32_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if out is None else torch.mm(a, b, out_dtype=torch.float32, out=out)
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:
+    """total += factor * a @ b, total in float32. 16-bit operands are taken as they are on CUDA, and widened elsewhere."""
+    if a.dtype != torch.float32 and total.is_cuda:
+        torch.addmm(total, a, b, alpha=factor, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float(), alpha=factor)
+
+
 def weighted_row_sum(c: Tensor, weight: Tensor | None = None) -> Tensor:
     """weight @ c, or the sum of c's rows, in float32 (float64 for float64) without a float32 copy of c. [D]"""
     wide = torch.float64 if c.dtype == torch.float64 else torch.float32

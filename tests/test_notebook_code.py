@@ -19,7 +19,7 @@ LAST_STEPS = [
     ("04_target_logit_kernel", ["target_logit_kernel"], "cce.kernels.target_logit"),
     ("05_lse_forward_spin_lock", ["lse_forward_kernel"], "cce.kernels.lse_forward"),
     ("06_backward_kernel", ["backward_kernel"], "cce.kernels.backward"),
-    ("07_gradient_filtering", ["sort_vocabulary"], "cce.cut"),
+    ("07_gradient_filtering", ["vocabulary_order", "positions", "sort_vocabulary"], "cce.cut"),
     ("08_assembling_cce", ["Primitive"], "cce.autograd"),
     ("08_assembling_cce", ["TokenLoss"], "cce.loss"),
 ]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cce.kernels.blocks import blocks_for, under_locks
+from cce.kernels.blocks import blocks_for, cdiv, under_locks
 from cce.kernels.common import LOG2E, accumulate, capped, capped_slope, dot, grouped_tile, round_to
 from cce.kernels.descriptors import descriptor
 
@@ -95,7 +95,7 @@ def backward_kernel(
 def new_de_locks(e: Tensor) -> Tensor:
     """One open lock (0) for each block of de, whatever slab is added to it."""
     shape = blocks_for("backward", e)
-    blocks = triton.cdiv(e.shape[0], shape.BLOCK_N) * triton.cdiv(e.shape[1], shape.BLOCK_D)
+    blocks = cdiv(e.shape[0], shape.BLOCK_N) * cdiv(e.shape[1], shape.BLOCK_D)
     return torch.zeros(blocks, dtype=torch.int32, device=e.device)
 
 
@@ -114,7 +114,7 @@ def backward_slab(
     """
     (M, D), V = e.shape, c.shape[0]
     shape = blocks_for("backward", e)
-    num_n, num_v, num_d = (triton.cdiv(M, shape.BLOCK_N), triton.cdiv(V, shape.BLOCK_V), triton.cdiv(D, shape.BLOCK_D))
+    num_n, num_v, num_d = (cdiv(M, shape.BLOCK_N), cdiv(V, shape.BLOCK_V), cdiv(D, shape.BLOCK_D))
     de_locks = new_de_locks(e) if de_locks is None else de_locks
     dc_locks = torch.zeros(num_v * num_d, dtype=torch.int32, device=e.device)
     backward_kernel[(num_n * num_v,)](

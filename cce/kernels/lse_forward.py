@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cce.kernels.blocks import blocks_for
+from cce.kernels.blocks import blocks_for, cdiv
 from cce.kernels.common import LN2, LOG2E, capped, dot, grouped_tile, lock, logaddexp, unlock
 from cce.kernels.descriptors import aligned, descriptor, descriptors_supported
 
@@ -69,9 +69,9 @@ def lse_forward(e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, soft
     shape = blocks_for("lse_forward", e)
     blocks = shape._asdict()
     lse = torch.full((M,), -torch.inf, device=e.device)
-    locks = torch.zeros(triton.cdiv(M, shape.BLOCK_N), dtype=torch.int32, device=e.device)
+    locks = torch.zeros(cdiv(M, shape.BLOCK_N), dtype=torch.int32, device=e.device)
     by_descriptor = descriptors_supported(c)
-    grid = (len(locks) * triton.cdiv(V, shape.BLOCK_V * STRIP),)
+    grid = (len(locks) * cdiv(V, shape.BLOCK_V * STRIP),)
     lse_forward_kernel[grid](
         descriptor(aligned(e), shape.BLOCK_N, shape.BLOCK_D),
         descriptor(c, shape.BLOCK_V, shape.BLOCK_D) if by_descriptor else c,

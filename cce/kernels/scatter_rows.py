@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cce.kernels import INTERPRETED
+from cce.kernels.blocks import cdiv, power_of_2
 from cce.kernels.common import round_to
 
 
@@ -38,8 +39,8 @@ def scatter_rows(slab: Tensor, order: Tensor | None, first_class: int, scale: Te
     """
     rows, D = slab.shape
     BLOCK_R = 64 if INTERPRETED else 1  # a program costs the interpreter milliseconds
-    BLOCK_D = min(1024, triton.next_power_of_2(D))
-    scatter_rows_kernel[(triton.cdiv(rows, BLOCK_R), triton.cdiv(D, BLOCK_D))](
+    BLOCK_D = min(1024, power_of_2(D))
+    scatter_rows_kernel[(cdiv(rows, BLOCK_R), cdiv(D, BLOCK_D))](
         slab, order, scale, dc, first_class, rows, D, slab.stride(0), dc.stride(0),
         HAS_ORDER=order is not None, HAS_SCALE=scale is not None, BLOCK_R=BLOCK_R, BLOCK_D=BLOCK_D,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cce.kernels.blocks import blocks_for
+from cce.kernels.blocks import blocks_for, cdiv
 from cce.kernels.common import capped, dot
 
 
@@ -55,7 +55,7 @@ def target_logit(e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, sof
     (M, D), V = e.shape, c.shape[0]
     z = torch.full((M,), torch.nan, device=e.device)
     shape = blocks_for("target_logit", e)
-    target_logit_kernel[(triton.cdiv(M, shape.BLOCK_N),)](
+    target_logit_kernel[(cdiv(M, shape.BLOCK_N),)](
         e, c, bias, targets, z, M, V, D, *e.stride(), *c.stride(), softcap,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None,
         BLOCK_N=shape.BLOCK_N, BLOCK_D=shape.BLOCK_D, num_warps=shape.num_warps, num_stages=shape.num_stages,

@@ -1,0 +1,375 @@
+"""The row-gathered algorithm: less than three products where the softmax is sharp, and nothing lost where it is not (notebook 09).
+
+forward    With gradients to come, the vocabulary is sorted by average logit, and one product leaves lse_rest and a map: the share of each
+           token's probability in each vocabulary tile. Without, lse_rest only, in O(M) memory.
+backward   The map says what is worth computing. A (token, tile) pair whose gradient mass |d_rest| · share is at most
+           eps · R, R = rms(|d_zy| + |d_rest| + |d_zbar| W), is dropped before anything is recomputed, and its mass goes to the tile's
+           mean row: every row of the logit gradient keeps its sum. What is kept is computed
+             - for every token, in the crowded tiles at the front of the sorted vocabulary: a slab of S, and two products;
+             - for the kept tokens of the other tiles only: gathered, chunk by chunk (`kernels.gather_backward`).
+           Without a filter, or where most is kept, everything is of the first kind, and exact.
+
+Same inputs, same bits: nothing here depends on the order in which programs run.
+
+Memory beyond the gradients: the map, 2 M T bytes (4 M T in the forward), as much again for the tail's masses, a float32 de of at most a
+quarter of the gradients (beyond that, de is made a block of tokens at a time, after dc), and SLAB_SHARE or SLAB_BYTES for slabs.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cce.cut import check_device, dense, mean_logit, positions, rows_of, vocabulary_order
+from cce.host import HostCopy
+from cce.kernels.blocks import blocks_for
+from cce.kernels.descriptors import aligned
+from cce.kernels.gather_backward import Outputs, Pairs, pair_gradient, tile_gradient
+from cce.kernels.logit_gradient import logit_gradient
+from cce.kernels.pair_plan import count_pairs, list_pairs, tail_mass
+from cce.kernels.slab_gradient import slab_gradient
+from cce.kernels.sort_rows import sort_rows
+from cce.kernels.target_logit import target_logit
+from cce.kernels.tile_lse import TILE, tile_lse
+from cce.precision import add_product, ieee_float32, logit_gradient_scale, weighted_row_sum
+
+DENSE = 0.4  # where tiles keep more of their tokens than this, all tokens together cost less than those
+MOSTLY_DENSE = 0.6  # where more than this of all pairs would be computed, all are
+UNIT = 1024.0  # tail masses are stored times this, out of float16's subnormal numbers
+CANDIDATES = 8  # thresholds tried, each the last one over sqrt(2), until little enough is dropped
+SLAB_SHARE, SLAB_BYTES = (
+    0.1,
+    112 << 20,
+)  # for a slab's S and copy of c's rows: this share of the gradients' bytes, at least so many
+PAIR_SHARE, PAIR_BYTES = 0.06, 64 << 20  # for the kept pairs' S, likewise; less, for the tail is there as well
+DE_SHARE = 0.25  # of the gradients' bytes: a float32 de beyond this is made in blocks of TOKENS tokens
+TOKENS = 4096  # in a block
+
+
+class State(NamedTuple):
+    """What the forward leaves for the backward, in the sorted vocabulary's order; all empty without a filter."""
+
+    log_share: Tensor  # [T, M] float16: tile_lse - lse_rest
+    gain: Tensor  # [T, M] float16 with softcap: the softmax-weighted mean of the chain rule's factor
+    order: Tensor  # [V] int64: the classes by falling average logit
+    position: Tensor  # [M] int64: where the targets are in that order
+    mean_rows: Tensor  # [T, D]: the mean of each tile's rows of c
+    largest: Tensor  # max |c|, float32
+
+
+def empty_state(e: Tensor, c: Tensor, softcap: float | None) -> State:
+    """State's shapes and dtypes, for torch.compile's abstract run."""
+    M, (V, D) = len(e), c.shape
+    T = -(-V // TILE)
+    new = lambda dtype, *shape: e.new_empty(shape, dtype=dtype)  # noqa: E731
+    gain = new(torch.float16, *((0,) if softcap is None else (T, M)))
+    return State(
+        new(torch.float16, T, M), gain, new(torch.int64, V), new(torch.int64, M), new(c.dtype, T, D), new(torch.float32)
+    )
+
+
+class Sorted(NamedTuple):
+    """The vocabulary by falling average logit, and what the tail needs of it; known before the targets are."""
+
+    order: Tensor  # [V]
+    rows: Tensor  # [V, D]: c in that order, for the forward only
+    mean_rows: Tensor
+    largest: Tensor
+
+
+def prepare(e: Tensor, c: Tensor) -> Sorted:
+    """Sorts the vocabulary. e may have tokens that do not count."""
+    order = vocabulary_order(e, c)
+    return Sorted(order, *sort_rows(c, order, copy=True))
+
+
+def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared: Sorted | None = None):
+    """The primitive's numbers, and the State, () without a filter or without gradients to come."""
+    check_device(e)
+    (targets, bias), state = dense(targets, bias), ()
+    if block_filter.eps is None or not any(wanted):
+        lse_rest, _, _ = tile_lse(e, c, targets, bias, softcap, with_map=False)
+    else:
+        order, rows, mean_rows, largest = prepare(e, c) if prepared is None else prepared
+        position = positions(order, targets)
+        lse_rest, tiles, gain = tile_lse(e, rows, position, rows_of(bias, order), softcap, with_map=True)
+        log_share = torch.sub(tiles, lse_rest, out=torch.empty(tiles.shape, dtype=torch.float16, device=e.device))
+        state = State(log_share, log_share.new_empty(0) if gain is None else gain, order, position, mean_rows, largest)
+    z_y = target_logit(e, c, targets, bias, softcap)
+    return (z_y, lse_rest, mean_logit(e, c, bias, mean_weight)), state
+
+
+def backward(
+    e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, state, block_filter, wanted, d_zy, d_rest, d_zbar
+):
+    """Its gradients, exact where `block_filter.eps` is None."""
+    with ieee_float32():
+        targets, bias, d_zy, d_rest = dense(targets, bias, d_zy, d_rest)
+        scale = logit_gradient_scale(e.dtype, d_zy, d_rest, d_zbar)
+        if scale is not None:
+            d_zy, d_rest, d_zbar = (None if d is None else d / scale for d in (d_zy, d_rest, d_zbar))
+        mean_weight = None if mean_weight is None else mean_weight.float()
+        captured = e.is_cuda and torch.cuda.is_current_stream_capturing()  # then the host cannot read a plan
+        state = State(*state) if state and not captured else None
+        p = Problem(e, c, targets, bias, softcap, mean_weight, lse_rest, d_zy, d_rest, d_zbar, scale, state)
+        if state is not None:
+            p = p._replace(threshold=choose_threshold(p, block_filter.eps, block_filter.most))
+        want_e, want_c, want_bias = wanted
+        if not want_e or 4 * e.numel() <= DE_SHARE * gradient_bytes(p):
+            return one_pass(p, wanted)
+        _, dc, dbias = one_pass(p, (False, want_c, want_bias)) if want_c or want_bias else (None, None, None)
+        de = torch.empty(e.shape, dtype=e.dtype, device=e.device)
+        for rows in blocks_of_tokens(e):
+            de[rows] = one_pass(p.tokens(rows), (True, False, False))[0]
+        return de, dc, dbias
+
+
+class Problem(NamedTuple):
+    """What every part of the backward reads, for all tokens or a block of them. Upstream gradients are divided by scale."""
+
+    e: Tensor
+    c: Tensor
+    targets: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    mean_weight: Tensor | None
+    lse_rest: Tensor
+    d_zy: Tensor
+    d_rest: Tensor
+    d_zbar: Tensor | None
+    scale: Tensor | None
+    state: State | None
+    threshold: Tensor | None = None  # [1]
+
+    def tokens(self, rows: slice) -> "Problem":
+        """The problem of these tokens only."""
+        vectors = {name: getattr(self, name) for name in ("e", "targets", "lse_rest", "d_zy", "d_rest", "d_zbar")}
+        state = self.state
+        if state is not None:
+            gain = state.gain[:, rows] if state.gain.numel() else state.gain
+            state = state._replace(log_share=state.log_share[:, rows], gain=gain, position=state.position[rows])
+        return self._replace(state=state, **{name: None if x is None else x[rows] for name, x in vectors.items()})
+
+
+def gradient_bytes(p: Problem) -> int:
+    return p.e.element_size() * (p.e.numel() + p.c.numel())
+
+
+def blocks_of_tokens(e: Tensor) -> list[slice]:
+    return [slice(first, first + TOKENS) for first in range(0, len(e), TOKENS)]
+
+
+def choose_threshold(p: Problem, eps: float, most: float | None) -> Tensor:
+    """[1] on the device: eps · R, or the first of eps · R / sqrt(2)^k that drops at most this share of the gradient mass."""
+    largest = p.d_zy.abs() + p.d_rest.abs()
+    if p.d_zbar is not None:
+        largest += p.d_zbar.abs() * p.mean_weight.sum()
+    top = eps * largest.square().mean().sqrt()
+    if most is None:
+        return top[None]
+    thresholds = top * 2 ** (-0.5 * torch.arange(CANDIDATES, device=p.e.device))
+    _, dropped = count_pairs(p.state.log_share, p.d_rest, p.state.position, thresholds)
+    little = dropped.sum(1) <= most * p.d_rest.abs().sum()
+    return torch.where(little, thresholds, -1).amax(0, keepdim=True)  # nothing is under -1
+
+
+class Plan:
+    """Where the crowded tiles end, and where the kept pairs of the others are; on the device and, after wait(), here.
+
+    The vocabulary is sorted, so the crowded tiles come first: those before `first_tile` are computed for all tokens. It is where the
+    sum of (kept pairs - DENSE · M) over the tiles before it is largest.
+    """
+
+    def __init__(self, p: Problem):
+        self.p, (T, M) = p, p.state.log_share.shape
+        self.chunk = blocks_for("pair_gradient", p.e).BLOCK_N
+        room = max(int(PAIR_SHARE * gradient_bytes(p)), PAIR_BYTES)
+        self.capacity = max(room // (TILE * p.e.element_size()), M)
+        count = count_pairs(p.state.log_share, p.d_rest, p.state.position, p.threshold)[0][0]
+        gain = (count - round(DENSE * M)).cumsum(0)
+        self.first_tile = torch.where(gain.amax() > 0, gain.argmax() + 1, 0)
+        kept = torch.where(torch.arange(T, device=count.device) < self.first_tile, 0, count)
+        starts = F.pad(torch.stack((kept, (kept + self.chunk - 1) // self.chunk)).cumsum(1), (1, 0)).int()
+        self.pair_start, self.chunk_start = starts
+        self._copy = HostCopy(torch.cat((starts.flatten(), self.first_tile[None].int())))
+        self._first = self._list(range(T))  # before the host knows how many
+
+    def _list(self, tiles: range) -> tuple[Tensor, Tensor]:
+        p = self.p
+        starts = self.pair_start, self.chunk_start
+        return list_pairs(
+            p.state.log_share, p.d_rest, p.state.position, p.threshold, *starts, tiles, self.capacity, self.chunk
+        )
+
+    def wait(self) -> None:
+        """The one moment at which the host waits for the device."""
+        T, M = self.p.state.log_share.shape
+        self.pairs_before, self.chunks_before, last = np.split(self._copy.wait(), [T + 1, 2 * T + 2])
+        self.tiles = range(int(last[0]), T)
+        self.mostly_dense = int(self.pairs_before[-1]) + self.tiles.start * M > MOSTLY_DENSE * T * M
+
+    def slabs(self):
+        """The kept pairs, as many tiles at a time as have `capacity` of them."""
+        first, listed = self.tiles.start, self._first
+        while first < self.tiles.stop:
+            last = np.searchsorted(self.pairs_before, self.pairs_before[first] + self.capacity, "right") - 1
+            tiles = range(first, int(last))
+            rows, chunk_tile = self._list(tiles) if listed is None else listed
+            pairs, chunks = (int(x[tiles.stop] - x[first]) for x in (self.pairs_before, self.chunks_before))
+            yield Pairs(tiles, rows[:pairs], chunk_tile[:chunks], self.pair_start, self.chunk_start)
+            first, listed = tiles.stop, None
+
+
+def one_pass(p: Problem, wanted) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The wanted gradients with a float32 de for all tokens of p."""
+    (M, D), V = p.e.shape, len(p.c)
+    want_e, want_c, want_bias = wanted
+    sums = Sums(
+        torch.zeros(M, D, device=p.e.device) if want_e else None,
+        torch.empty(V, D, dtype=p.c.dtype, device=p.c.device) if want_c else None,
+        torch.zeros(V, device=p.c.device) if want_bias else None,
+        weighted_row_sum(p.e, p.d_zbar) if want_c and p.d_zbar is not None else None,
+        torch.zeros(M, device=p.e.device) if want_e and p.e.dtype != torch.float32 else None,
+    )
+    if p.state is None:
+        add_all(p, sums)
+    else:
+        plan = Plan(p)
+        tail = Tail(p, plan, sums)  # keeps the device busy while the host waits for the plan
+        plan.wait()
+        if plan.mostly_dense:
+            del tail, plan
+            add_all(p, sums)
+        else:
+            add_kept(p, plan, tail, sums)
+            del tail
+            add_crowded(p, plan, sums)
+    return sums.finish(p)
+
+
+class Sums(NamedTuple):
+    """The gradients in the making; None where not wanted."""
+
+    de: Tensor | None  # [M, D] float32, over scale
+    dc: Tensor | None  # [V, D] in c's dtype, finished tile by tile
+    dbias: Tensor | None  # [V] float32, over scale
+    mean_e: Tensor | None  # [D] float32, over scale: with label smoothing dc[v] += mean_weight[v] * mean_e
+    residual: (
+        Tensor | None
+    )  # [M] float32, over scale: what rounding S took from the rows of slabs; goes back at c's mean row
+
+    def finish(self, p: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        de, dbias = self.de, self.dbias
+        if self.residual is not None:
+            mean = (
+                weighted_row_sum(p.c) / len(p.c) if p.state is None else p.state.mean_rows.mean(0, dtype=torch.float32)
+            )
+            de.addr_(self.residual, mean)
+        if p.d_zbar is not None:
+            if de is not None:
+                de.addr_(p.d_zbar, weighted_row_sum(p.c, p.mean_weight))
+            if dbias is not None:
+                dbias += p.mean_weight * p.d_zbar.sum()
+        scaled = lambda x, dtype: (
+            x.to(dtype) if p.scale is None else torch.mul(x, p.scale, out=x.new_empty(x.shape, dtype=dtype))
+        )  # noqa: E731
+        de = None if de is None else scaled(de, p.e.dtype)
+        return de, self.dc, None if dbias is None else scaled(dbias, p.bias.dtype)
+
+
+class Tail:
+    """The mass of the dropped pairs, put back as the tile's mean: [T, M] times UNIT, and its parts of dc and dbias."""
+
+    def __init__(self, p: Problem, plan: Plan, sums: Sums):
+        s, parts = p.state, [slice(None)] if sums.de is not None else blocks_of_tokens(p.e)
+        T = len(s.log_share)
+        self.dc = torch.zeros(T, p.e.shape[1], device=p.e.device) if sums.dc is not None else None
+        dbias = torch.zeros(T, device=p.e.device) if sums.dbias is not None else None
+        for rows in parts:
+            q = p if rows == slice(None) else p.tokens(rows)
+            gain = q.state.gain if s.gain.numel() else None
+            self.mass = tail_mass(
+                q.state.log_share, gain, q.d_rest, q.state.position, p.threshold, plan.first_tile, UNIT, p.e.dtype
+            )
+            if self.dc is not None:
+                add_product(self.dc, self.mass, q.e, 1 / UNIT)
+            if dbias is not None:
+                dbias += self.mass.sum(1, dtype=torch.float32) / UNIT
+        if sums.de is None:
+            self.mass = None
+        if dbias is not None:
+            sizes = torch.full_like(dbias, TILE)
+            sizes[-1] = len(p.c) - TILE * (T - 1)
+            self.dbias = (dbias / sizes).repeat_interleave(TILE)[: len(p.c)]
+
+
+def add_kept(p: Problem, plan: Plan, tail: Tail, sums: Sums) -> None:
+    """The kept pairs of the tiles that are not crowded, and the tail."""
+    s = p.state
+    out = Outputs(sums.de, sums.dc, sums.dbias, tail.mass, tail.dc, p.mean_weight, sums.mean_e, p.scale)
+    for pairs in plan.slabs():
+        logit_gradients = p.e.new_empty(0)
+        if len(pairs.rows):
+            logit_gradients = pair_gradient(
+                p.e,
+                p.c,
+                p.bias,
+                s.order,
+                s.position,
+                p.softcap,
+                p.lse_rest,
+                p.d_zy,
+                p.d_rest,
+                s.largest,
+                pairs,
+                UNIT,
+                out,
+            )
+        if sums.dc is not None or sums.dbias is not None:
+            tile_gradient(p.e, logit_gradients, s.order, pairs, out)
+    if sums.de is not None:  # only now: until here its sums were free of rounding, whatever their order
+        add_product(sums.de, tail.mass.T, s.mean_rows, 1 / UNIT)
+    if sums.dbias is not None:
+        sums.dbias[s.order] += tail.dbias
+
+
+def add_crowded(p: Problem, plan: Plan, sums: Sums) -> None:
+    """The tiles that keep many tokens, for all of them."""
+    end = min(plan.tiles.start * TILE, len(p.c))
+    most = slab_classes(p, copies=True)
+    for first in range(0, end, most):
+        add_slab(p, p.state.order[first : min(first + most, end)], p.state.position - first, sums)
+
+
+def add_all(p: Problem, sums: Sums) -> None:
+    """The whole vocabulary in its own order."""
+    V = len(p.c)
+    most = slab_classes(p, copies=False)
+    for first in range(0, V, most):
+        add_slab(p, slice(first, min(first + most, V)), p.targets - first, sums)
+
+
+def slab_classes(p: Problem, copies: bool) -> int:
+    """Classes per slab, a multiple of TILE: S, and a copy of c's rows where they are not in place, take SLAB_SHARE of the gradients."""
+    (M, D), size = p.e.shape, p.e.element_size()
+    return max(max(int(SLAB_SHARE * gradient_bytes(p)), SLAB_BYTES) // (size * (M + D * copies)) // TILE, 1) * TILE
+
+
+def add_slab(p: Problem, here: slice | Tensor, targets: Tensor, sums: Sums) -> None:
+    """One slab of classes for all tokens: S, then two products. targets are rows of the slab, others are elsewhere."""
+    e, c = aligned(p.e), aligned(rows_of(p.c, here))
+    s, lost, dbias = logit_gradient(
+        e, c, rows_of(p.bias, here), targets, p.softcap, p.lse_rest, p.d_zy, p.d_rest,
+        with_lost=sums.residual is not None, with_bias=sums.dbias is not None,
+    )  # fmt: skip
+    if lost is not None:
+        sums.residual.add_(lost)
+    if sums.de is not None:
+        add_product(sums.de, s, c)
+    if sums.dc is not None:
+        order, first = (None, here.start) if isinstance(here, slice) else (here, 0)
+        slab_gradient(s, e, order, first, p.mean_weight, sums.mean_e, p.scale, sums.dc)
+    if sums.dbias is not None:
+        sums.dbias[here] = dbias
