@@ -10,12 +10,12 @@ Memory of the backward beyond the gradients: 4 M D bytes for de, and at most SLA
 """
 
 import contextlib
-import functools
 import math
 
 import torch
 from torch import Tensor
 
+from cce.host import side_stream
 from cce.kernels import INTERPRETED
 from cce.kernels.backward import backward_slab, new_de_locks
 from cce.kernels.blocks import blocks_for
@@ -146,12 +146,6 @@ def sort_vocabulary(e: Tensor, c: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     """Classes by falling average logit (order [V]), and where each token's target is in that order ([M])."""
     order = vocabulary_order(e, c)
     return order, positions(order, targets)
-
-
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all calls: the allocator keeps memory per stream, and a new stream would ask the driver for its own."""
-    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ SLAB_SHARE, SLAB_BYTES = (
     0.1,
     112 << 20,
 )  # for a slab's S and copy of c's rows: this share of the gradients' bytes, at least so many
+SLAB_CLASSES = 8192  # at most: tensor cores truncate as they add, and between slabs de is added in float32
 PAIR_SHARE, PAIR_BYTES = 0.06, 64 << 20  # for the kept pairs' S, likewise; less, for the tail is there as well
 DE_SHARE = 0.25  # of the gradients' bytes: a float32 de beyond this is made in blocks of TOKENS tokens
 TOKENS = 4096  # in a block
@@ -354,7 +355,8 @@ def add_all(p: Problem, sums: Sums) -> None:
 def slab_classes(p: Problem, copies: bool) -> int:
     """Classes per slab, a multiple of TILE: S, and a copy of c's rows where they are not in place, take SLAB_SHARE of the gradients."""
     (M, D), size = p.e.shape, p.e.element_size()
-    return max(max(int(SLAB_SHARE * gradient_bytes(p)), SLAB_BYTES) // (size * (M + D * copies)) // TILE, 1) * TILE
+    room = max(int(SLAB_SHARE * gradient_bytes(p)), SLAB_BYTES)
+    return max(min(room // (size * (M + D * copies)), SLAB_CLASSES) // TILE, 1) * TILE
 
 
 def add_slab(p: Problem, here: slice | Tensor, targets: Tensor, sums: Sums) -> None:

@@ -1,12 +1,15 @@
 """Numbers on their way from the device to the host."""
 
+import contextlib
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """A copy of x that starts at once, behind what the device was given before; what it is given afterwards runs on meanwhile.
+    """A copy of x that starts at once, behind what the current stream was given before; what it is given afterwards runs on meanwhile.
 
     (`x.tolist()` waits at the place where it is written, and leaves the device without work until the host has found some.)
     """
@@ -16,9 +19,26 @@ class HostCopy:
         if x.is_cuda:
             self._x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(x.device))
+            self._event.record()
 
     def wait(self) -> np.ndarray:
         if self._event is not None:
             self._event.synchronize()
         return self._x.numpy()
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all calls: the allocator keeps memory per stream, and a new stream would ask the driver for its own."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def beside(start: torch.cuda.Event | None, device: torch.device):
+    """Runs its work on the side stream, which first waits for what the current stream was given before the event start."""
+    if start is None:
+        yield
+        return
+    side_stream(device).wait_event(start)
+    with torch.cuda.stream(side_stream(device)):
+        yield

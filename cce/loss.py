@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce import autograd, checks, chunked, naive, parallel
-from cce.host import HostCopy
+from cce.host import HostCopy, beside
 
 MOST_DROPPED = 0.03  # of the gradient's mass, by gather's default filter; figures/data/real_softmax.json
 
@@ -204,7 +204,7 @@ class Tokens:
 def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: int, shift: int, early=None) -> Tokens:
     """Flattens, checks the targets' range and drops ignored tokens, with one host synchronisation.
 
-    early(e), if given, starts what does not depend on the targets, so that the device works while the host waits for them.
+    early(e), if given, starts what does not depend on the targets; the host asks about them beside it, and the device never idles.
     """
     length = targets.shape[-1] if targets.dim() else 1
     e, targets = e.reshape(-1, e.shape[-1]), targets.reshape(-1).long()
@@ -214,8 +214,10 @@ def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: i
         return Tokens(e, targets, counted, None)
     if len(targets) == 0:
         return Tokens(e, targets, None, None)
-    facts = HostCopy(_target_facts(targets, ignore_index, by_kernel=e.is_cuda and early is not None))
+    start = torch.cuda.current_stream(e.device).record_event() if e.is_cuda and early is not None else None
     prepared = None if early is None else early(e)
+    with beside(start if prepared is not None else None, e.device):
+        facts = HostCopy(_target_facts(targets, ignore_index, by_kernel=start is not None))
     count, low, high = facts.wait().tolist()
     if low < 0 or high >= num_classes:
         where = ((targets != ignore_index) & ((targets < 0) | (targets >= num_classes))).nonzero()[0].item()

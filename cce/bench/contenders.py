@@ -16,14 +16,35 @@ def naive(e: Tensor, c: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((e @ c.T).float(), targets)
 
 
-def _ours(impl: str) -> Loss:
-    return lambda e, c, targets: linear_cross_entropy(e, c, targets, impl=impl)
+def _ours(impl: str, **options) -> Loss:
+    return lambda e, c, targets: linear_cross_entropy(e, c, targets, impl=impl, **options)
 
 
 def _cut_cross_entropy() -> Loss:
     from cut_cross_entropy import linear_cross_entropy as apple
 
     return lambda e, c, targets: apple(e, c, targets)
+
+
+def _liger_triton() -> Loss:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as liger
+
+    return lambda e, c, targets: liger.apply(e, c, targets)[0]
+
+
+def _liger_sm90() -> Loss:
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        LigerFusedLinearCrossEntropySM90Function as liger,
+    )
+
+    first = lambda x: x[0] if isinstance(x, tuple) else x  # noqa: E731
+    return lambda e, c, targets: first(liger.apply(e, c, targets, -100, "mean"))
+
+
+def _quack() -> Loss:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
+
+    return lambda e, c, targets: quack(e, c, targets, chunk_size=4096)
 
 
 def _torch_linear() -> Loss:
@@ -34,11 +55,17 @@ def _torch_linear() -> Loss:
 FACTORIES: dict[str, Callable[[], Loss]] = {
     "naive": lambda: naive,
     "torch.compile": lambda: torch.compile(naive),
+    "torch.compile, max-autotune": lambda: torch.compile(naive, mode="max-autotune-no-cudagraphs"),
     "torch.linear_cross_entropy": _torch_linear,
     "cut-cross-entropy": _cut_cross_entropy,
+    "Liger, Triton": _liger_triton,
+    "Liger, SM90": _liger_sm90,
+    "QuACK": _quack,
     "chunked": lambda: _ours("chunked"),
     "cce": lambda: _ours("cce"),
     "cce_exact": lambda: _ours("cce_exact"),
+    "gather": lambda: _ours("gather"),
+    "gather, exact": lambda: _ours("gather", filter_eps=None),
 }
 
 

@@ -111,7 +111,7 @@ def tile_lse(
     e [M, D], c [V, D] (any strides), targets [M] int64 rows of c, bias [V]. T = ceil(V / TILE). -inf where a tile is empty.
     """
     (M, D), V = e.shape, c.shape[0]
-    shape = blocks_for("tile_lse", e)
+    shape = blocks_for("tile_lse_gain" if with_map and softcap is not None else "tile_lse", e)
     blocks = cdiv(V, shape.BLOCK_V)
     strip_blocks = max(STRIP, cdiv(blocks, max(1, PARTIAL_BYTES // (4 * M))))
     partial = torch.empty(cdiv(blocks, strip_blocks), M, device=e.device)
