@@ -15,6 +15,7 @@ Memory beyond the gradients: the map, 2 M T bytes (4 M T in the forward), as muc
 quarter of the gradients (beyond that, de is made a block of tokens at a time, after dc), and SLAB_SHARE or SLAB_BYTES for slabs.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import numpy as np
@@ -223,6 +224,32 @@ class Plan:
             first, listed = tiles.stop, None
 
 
+@contextlib.contextmanager
+def observed():
+    """A list that the backwards inside leave a dict in each: the shares of pairs that are computed for all tokens of a crowded tile
+    (`crowded`) and pair by pair (`gathered`), and of the gradient's mass that the tail puts back (`dropped`). Costs a few launches."""
+    plans: list[dict] = []
+    _observers.append(plans)
+    try:
+        yield plans
+    finally:
+        _observers.remove(plans)
+
+
+_observers: list[list[dict]] = []
+
+
+def observe(p: Problem, plan: "Plan", tail: "Tail") -> None:
+    T, M = p.state.log_share.shape
+    gathered, crowded = int(plan.pairs_before[-1]) / (T * M), plan.tiles.start / T
+    dropped = 0.0 if tail.mass is None else (tail.mass.float().abs().sum() / (UNIT * p.d_rest.abs().sum())).item()
+    shares = {"crowded": 1.0, "gathered": 0.0, "dropped": 0.0}
+    if not plan.mostly_dense:
+        shares = {"crowded": crowded, "gathered": gathered, "dropped": dropped}
+    for plans in _observers:
+        plans.append(shares)
+
+
 def one_pass(p: Problem, wanted) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients with a float32 de for all tokens of p."""
     (M, D), V = p.e.shape, len(p.c)
@@ -240,6 +267,8 @@ def one_pass(p: Problem, wanted) -> tuple[Tensor | None, Tensor | None, Tensor |
         plan = Plan(p)
         tail = Tail(p, plan, sums)  # keeps the device busy while the host waits for the plan
         plan.wait()
+        if _observers:
+            observe(p, plan, tail)
         if plan.mostly_dense:
             del tail, plan
             add_all(p, sums)

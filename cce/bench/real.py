@@ -2,6 +2,7 @@
 
     python -m cce.bench.real                                   # a small model on the text that every Python ships; minutes on a laptop
     python -m cce.bench.real --tokens FILE --seconds 300       # a 131,072-class model; needs a GPU
+    python -m cce.bench.real --what gather ...                 # the row-gathered algorithm instead of the paper's filter
 
 FILE is a .npy with token ids, one dimension of any integer dtype, or a .npz that holds one as "tokens". The last 300,000 are held out
 (the last tenth, if that is less). Hidden states are kept at initialisation, after 50 steps and at the end, for tokens the model
@@ -10,6 +11,7 @@ was trained on and for held-out ones; each is measured beside the two synthetic 
 
 import argparse
 import contextlib
+import functools
 import re
 import time
 from collections import Counter
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cce import cut, linear_cross_entropy
+from cce import cut, gather, linear_cross_entropy
 from cce.bench import exact
 from cce.bench.__main__ import save
 from cce.bench.contenders import naive
@@ -254,10 +256,68 @@ def measure(name: str, e: Tensor, c: Tensor, targets: Tensor, thresholds: list[f
     return result
 
 
+def step_of(options: dict, e: Tensor, c: Tensor, targets: Tensor, weights: Tensor | None):
+    """A function that leaves the gradients of the (weighted) mean loss in e.grad and c.grad."""
+    loss = options.pop("loss", None) or functools.partial(linear_cross_entropy, **options)
+
+    def step():
+        e.grad = c.grad = None
+        if weights is None:
+            loss(e, c, targets).backward()
+        else:
+            per_token = functools.partial(F.cross_entropy, reduction="none") if loss is naive else None
+            nll = per_token((e @ c.T).float(), targets) if per_token else loss(e, c, targets, reduction="none")
+            (nll * weights / len(e)).sum().backward()
+
+    return step
+
+
+def measure_gather(
+    name: str, e: Tensor, c: Tensor, targets: Tensor, repeats: int, weights: Tensor | None = None
+) -> dict:
+    """The row-gathered algorithm on one input: its default, thresholds and shares to drop beside it, and what it is judged by."""
+    wanted = exact.gradients(e, c, targets, weights=weights)
+    e.requires_grad_(), c.requires_grad_()
+    contenders = {"naive": {"loss": naive}, "gather": {"impl": "gather"}}
+    contenders["gather, exact"] = {"impl": "gather", "filter_eps": None}
+    if CUDA and weights is None:
+        contenders |= {"torch.compile": {"loss": torch.compile(naive)}, "cce": {"impl": "cce"}}
+    contenders |= {f"eps 2^-{k}": {"impl": "gather", "filter_eps": 2.0**-k} for k in (10, 11, 12, 13, 14)}
+    steps = {k: step_of(dict(options), e, c, targets, weights) for k, options in contenders.items()}
+    rows = {}
+    for k, step in steps.items():
+        with gather.observed() as plans:
+            step()
+        rows[k] = {
+            "de_error": exact.relative_error(e.grad, wanted[0]),
+            "dc_error": exact.relative_error(c.grad, wanted[1]),
+        }
+        rows[k] |= plans[0] if plans else {}
+    if repeats:
+        gemm = torch.empty(len(e), len(c), dtype=e.dtype, device=e.device)
+        steps["GEMM"] = lambda: torch.mm(e.detach(), c.detach().T, out=gemm)
+        times = interleaved(steps, repeats)
+        for k, ms in times.items():
+            rows.setdefault(k, {})["ms"] = ms
+    e.grad = c.grad = None
+    loss = linear_cross_entropy(e, c, targets, impl="chunked").item()
+    print(f"{name:30} N={len(e)} D={e.shape[1]} V={len(c)} loss {loss:.3f}")
+    for k, row in rows.items():
+        print(f"    {k:16}", {i: float(f"{v:.3g}") for i, v in row.items()}, flush=True)
+    return {"name": name, "N": len(e), "D": e.shape[1], "V": len(c), "loss": loss, "contenders": rows}
+
+
+def memorised(e: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same hidden states, four times as long, and their likeliest classes as targets: what a batch learnt by heart looks like."""
+    e = (4 * e.float()).to(e.dtype)
+    return e, c, torch.cat([(rows @ c.T).argmax(1) for rows in e.split(256)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cce.bench.real", description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", metavar="FILE", help="token ids (.npy or .npz); without it the small mode")
     parser.add_argument("--seconds", type=float, help="of training; 300, or 20 in the small mode")
+    parser.add_argument("--what", choices=("filter", "gather"), default="filter", help="what is measured")
     parser.add_argument("--save", metavar="NAME", help="write figures/data/NAME.json")
     options = parser.parse_args()
     if options.tokens and not CUDA:
@@ -275,10 +335,14 @@ def main() -> None:
     trunk = torch.compile(model) if CUDA else model
     inputs = []
 
+    def run(name: str, *problem: Tensor, **more) -> None:
+        if options.what == "filter":
+            inputs.append(measure(name, *problem, thresholds, repeats))
+        else:
+            inputs.append(measure_gather(name, *problem, repeats, **more))
+
     def keep(what: str, split: str) -> None:
-        inputs.append(
-            measure(f"real, {what}", *head_problem(trunk, model, splits[split], N, context), thresholds, repeats)
-        )
+        run(f"real, {what}", *head_problem(trunk, model, splits[split], N, context))
 
     stages = {0: "at initialisation", EARLY: f"after {EARLY} steps"}
     steps = train(
@@ -287,9 +351,16 @@ def main() -> None:
     )  # fmt: skip
     for split in splits:
         keep(f"{split} tokens", split)
+    if options.what == "gather":
+        problem = [x.detach() for x in head_problem(trunk, model, splits["train"], N, context)]
+        weights = torch.tensor([0.0, 1.0, 100.0], device=DEVICE)[torch.arange(N, device=DEVICE) % 3]
+        run("real, weights 0, 1, 100", *problem, weights=weights)
+        run("real, memorised", *memorised(*(x.detach() for x in problem[:2])))
     for name, make in INPUTS.items():
-        problem = make(N, 2304 if full else D, 256000 if full else V, DEVICE, torch.bfloat16 if CUDA else torch.float32)
-        inputs.append(measure(name, *problem, thresholds, repeats))
+        run(
+            name,
+            *make(N, 2304 if full else D, 256000 if full else V, DEVICE, torch.bfloat16 if CUDA else torch.float32),
+        )
     if options.save:
         described = {
             "text": "documentation packages, BPE tokens" if full else "pydoc topics, words", "tokens": len(tokens), "V": V, "D": D,
