@@ -23,7 +23,7 @@ from cce.kernels.descriptors import aligned
 from cce.kernels.lse_forward import lse_forward
 from cce.kernels.scatter_rows import scatter_rows
 from cce.kernels.target_logit import target_logit
-from cce.precision import ieee_float32, logit_gradient_scale, weighted_row_sum
+from cce.precision import float32_product, ieee_float32, logit_gradient_scale, split_float32, weighted_row_sum
 
 SLAB_SHARE = 0.16  # of the gradients' bytes: two slabs' float32 dc and their copies of c's rows
 
@@ -54,7 +54,12 @@ def mean_logit(e: Tensor, c: Tensor, bias: Tensor | None, mean_weight: Tensor | 
     if mean_weight is None:
         return None
     with ieee_float32():
-        z_bar = e.float() @ weighted_row_sum(c, mean_weight)
+        mean_row = weighted_row_sum(c, mean_weight)
+        if e.is_cuda and e.dtype in (torch.float16, torch.bfloat16):
+            parts, largest = split_float32(mean_row, e.dtype)
+            z_bar = float32_product(e, parts.T).sum(1) * largest
+        else:
+            z_bar = e.float() @ mean_row
     return z_bar if bias is None else z_bar + (mean_weight.float() * bias.float()).sum()
 
 

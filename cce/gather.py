@@ -43,11 +43,15 @@ CANDIDATES = 8  # thresholds tried, each the last one over sqrt(2), until little
 SLAB_SHARE, SLAB_BYTES = (
     0.1,
     112 << 20,
-)  # for a slab's S and copy of c's rows: this share of the gradients' bytes, at least so many
+)  # room for a slab's S and copy of c's rows: this share of the gradients' bytes, or this much
 SLAB_CLASSES = 8192  # at most: tensor cores truncate as they add, and between slabs de is added in float32
-PAIR_SHARE, PAIR_BYTES = 0.06, 64 << 20  # for the kept pairs' S, likewise; less, for the tail is there as well
-DE_SHARE = 0.25  # of the gradients' bytes: a float32 de beyond this is made in blocks of TOKENS tokens
-TOKENS = 4096  # in a block
+PAIR_SHARE = 0.6  # of that room, for the S of kept pairs: the tail is there as well
+DE_SHARE = 0.25  # of the gradients' bytes: a float32 de beyond this is made in blocks of tokens
+LONG_BYTES = 56 << 20  # the room then
+BLOCK_SHARE, TOKENS = (
+    0.035,
+    1024,
+)  # tokens in such a block: in multiples of these, with this share of the gradients' bytes
 
 
 class State(NamedTuple):
@@ -81,22 +85,23 @@ class Sorted(NamedTuple):
     largest: Tensor
 
 
-def prepare(e: Tensor, c: Tensor) -> Sorted:
-    """Sorts the vocabulary. e may have tokens that do not count."""
+def prepare(e: Tensor, c: Tensor) -> list[Sorted]:
+    """Sorts the vocabulary, for one forward, which takes it out of the list. e may have tokens that do not count."""
     order = vocabulary_order(e, c)
-    return Sorted(order, *sort_rows(c, order, copy=True))
+    return [Sorted(order, *sort_rows(c, order, copy=True))]
 
 
-def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared: Sorted | None = None):
+def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared: list[Sorted] | None = None):
     """The primitive's numbers, and the State, () without a filter or without gradients to come."""
     check_device(e)
     (targets, bias), state = dense(targets, bias), ()
     if block_filter.eps is None or not any(wanted):
         lse_rest, _, _ = tile_lse(e, c, targets, bias, softcap, with_map=False)
     else:
-        order, rows, mean_rows, largest = prepare(e, c) if prepared is None else prepared
+        order, rows, mean_rows, largest = (prepare(e, c) if prepared is None else prepared).pop()
         position = positions(order, targets)
         lse_rest, tiles, gain = tile_lse(e, rows, position, rows_of(bias, order), softcap, with_map=True)
+        del rows  # before the map is there twice
         log_share = torch.sub(tiles, lse_rest, out=torch.empty(tiles.shape, dtype=torch.float16, device=e.device))
         state = State(log_share, log_share.new_empty(0) if gain is None else gain, order, position, mean_rows, largest)
     z_y = target_logit(e, c, targets, bias, softcap)
@@ -109,23 +114,36 @@ def backward(
     """Its gradients, exact where `block_filter.eps` is None."""
     with ieee_float32():
         targets, bias, d_zy, d_rest = dense(targets, bias, d_zy, d_rest)
+        if softcap is not None:  # the chain rule's factor of the target's logit; 0 stays 0, where z_y is NaN
+            d_zy = torch.where(d_zy == 0, 0, d_zy * (1 - (z_y / softcap).square()))
         scale = logit_gradient_scale(e.dtype, d_zy, d_rest, d_zbar)
         if scale is not None:
             d_zy, d_rest, d_zbar = (None if d is None else d / scale for d in (d_zy, d_rest, d_zbar))
         mean_weight = None if mean_weight is None else mean_weight.float()
         captured = e.is_cuda and torch.cuda.is_current_stream_capturing()  # then the host cannot read a plan
         state = State(*state) if state and not captured else None
-        p = Problem(e, c, targets, bias, softcap, mean_weight, lse_rest, d_zy, d_rest, d_zbar, scale, state)
+        p = Problem(
+            e, c, targets, bias, softcap, mean_weight, lse_rest, d_zy, d_rest, d_zbar, scale, *sizes(e, c), state
+        )
         if state is not None:
             p = p._replace(threshold=choose_threshold(p, block_filter.eps, block_filter.most))
         want_e, want_c, want_bias = wanted
-        if not want_e or 4 * e.numel() <= DE_SHARE * gradient_bytes(p):
+        if not want_e or p.block >= len(e):
             return one_pass(p, wanted)
         _, dc, dbias = one_pass(p, (False, want_c, want_bias)) if want_c or want_bias else (None, None, None)
         de = torch.empty(e.shape, dtype=e.dtype, device=e.device)
-        for rows in blocks_of_tokens(e):
+        for rows in p.blocks():
             de[rows] = one_pass(p.tokens(rows), (True, False, False))[0]
         return de, dc, dbias
+
+
+def sizes(e: Tensor, c: Tensor) -> tuple[int, int]:
+    """(tokens that may have a float32 de and their tail's masses at a time, bytes for a slab)."""
+    (M, D), T, size = e.shape, -(-len(c) // TILE), e.element_size()
+    gradients = size * (e.numel() + c.numel())
+    if 4 * M * D <= DE_SHARE * gradients:
+        return M, max(int(SLAB_SHARE * gradients), SLAB_BYTES)
+    return max(int(BLOCK_SHARE * gradients) // (4 * D + size * T) // TOKENS, 1) * TOKENS, LONG_BYTES
 
 
 class Problem(NamedTuple):
@@ -142,8 +160,13 @@ class Problem(NamedTuple):
     d_rest: Tensor
     d_zbar: Tensor | None
     scale: Tensor | None
+    block: int  # tokens at a time where something has a number per token and tile, or a float32 row per token
+    room: int  # bytes for a slab
     state: State | None
     threshold: Tensor | None = None  # [1]
+
+    def blocks(self) -> list[slice]:
+        return [slice(first, first + self.block) for first in range(0, len(self.e), self.block)]
 
     def tokens(self, rows: slice) -> "Problem":
         """The problem of these tokens only."""
@@ -153,14 +176,6 @@ class Problem(NamedTuple):
             gain = state.gain[:, rows] if state.gain.numel() else state.gain
             state = state._replace(log_share=state.log_share[:, rows], gain=gain, position=state.position[rows])
         return self._replace(state=state, **{name: None if x is None else x[rows] for name, x in vectors.items()})
-
-
-def gradient_bytes(p: Problem) -> int:
-    return p.e.element_size() * (p.e.numel() + p.c.numel())
-
-
-def blocks_of_tokens(e: Tensor) -> list[slice]:
-    return [slice(first, first + TOKENS) for first in range(0, len(e), TOKENS)]
 
 
 def choose_threshold(p: Problem, eps: float, most: float | None) -> Tensor:
@@ -187,8 +202,7 @@ class Plan:
     def __init__(self, p: Problem):
         self.p, (T, M) = p, p.state.log_share.shape
         self.chunk = blocks_for("pair_gradient", p.e).BLOCK_N
-        room = max(int(PAIR_SHARE * gradient_bytes(p)), PAIR_BYTES)
-        self.capacity = max(room // (TILE * p.e.element_size()), M)
+        self.capacity = max(int(PAIR_SHARE * p.room) // (TILE * p.e.element_size()), M)
         count = count_pairs(p.state.log_share, p.d_rest, p.state.position, p.threshold)[0][0]
         gain = (count - round(DENSE * M)).cumsum(0)
         self.first_tile = torch.where(gain.amax() > 0, gain.argmax() + 1, 0)
@@ -313,13 +327,12 @@ class Tail:
     """The mass of the dropped pairs, put back as the tile's mean: [T, M] times UNIT, and its parts of dc and dbias."""
 
     def __init__(self, p: Problem, plan: Plan, sums: Sums):
-        s, parts = p.state, [slice(None)] if sums.de is not None else blocks_of_tokens(p.e)
-        T = len(s.log_share)
+        T = len(p.state.log_share)
         self.dc = torch.zeros(T, p.e.shape[1], device=p.e.device) if sums.dc is not None else None
         dbias = torch.zeros(T, device=p.e.device) if sums.dbias is not None else None
-        for rows in parts:
-            q = p if rows == slice(None) else p.tokens(rows)
-            gain = q.state.gain if s.gain.numel() else None
+        for rows in p.blocks():
+            q = p.tokens(rows)
+            gain = q.state.gain if q.state.gain.numel() else None
             self.mass = tail_mass(
                 q.state.log_share, gain, q.d_rest, q.state.position, p.threshold, plan.first_tile, UNIT, p.e.dtype
             )
@@ -384,8 +397,7 @@ def add_all(p: Problem, sums: Sums) -> None:
 def slab_classes(p: Problem, copies: bool) -> int:
     """Classes per slab, a multiple of TILE: S, and a copy of c's rows where they are not in place, take SLAB_SHARE of the gradients."""
     (M, D), size = p.e.shape, p.e.element_size()
-    room = max(int(SLAB_SHARE * gradient_bytes(p)), SLAB_BYTES)
-    return max(min(room // (size * (M + D * copies)), SLAB_CLASSES) // TILE, 1) * TILE
+    return max(min(p.room // (size * (M + D * copies)), SLAB_CLASSES) // TILE, 1) * TILE
 
 
 def add_slab(p: Problem, here: slice | Tensor, targets: Tensor, sums: Sums) -> None:

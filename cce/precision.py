@@ -49,8 +49,22 @@ def weighted_row_sum(c: Tensor, weight: Tensor | None = None) -> Tensor:
     if weight is None:
         # On CUDA as a product with ones: sum(0) would need a buffer of a quarter of c.
         return float32_product(c.new_ones(1, len(c)), c)[0] if c.is_cuda else c.sum(0, dtype=wide)
+    if c.is_cuda and c.dtype in (torch.float16, torch.bfloat16):
+        parts, largest = split_float32(weight, c.dtype)
+        return float32_product(parts, c).sum(0) * largest
     parts = zip(weight.to(wide).split(ROWS_AT_A_TIME), c.split(ROWS_AT_A_TIME), strict=True)
     return sum(w @ rows.to(wide) for w, rows in parts)
+
+
+def split_float32(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """([3, n] in a 16-bit dtype, max |x|) with x = max |x| times the sum of the three, to float32's precision: x for tensor cores."""
+    largest = x.float().abs().amax()
+    largest = torch.where(largest > 0, largest, 1)
+    rest, parts = x.float() / largest, []
+    for _ in range(3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.stack(parts), largest
 
 
 def logit_gradient_scale(dtype: torch.dtype, *gradients: Tensor | None) -> Tensor | None:

@@ -32,9 +32,6 @@ TABLE = {
     ("backward", 4): [(99, Blocks(64, 64, 32, 4, 2)), (64, Blocks(32, 32, 32, 4, 2))],
     # tiles of 128 classes (kernels.tile_lse.TILE) must fit BLOCK_V; also for logit_gradient
     ("tile_lse", 2): [(200, Blocks(128, 256, 64, 8, 3)), (99, Blocks(128, 128, 64, 8, 2)), (64, Blocks(64, 128, 32, 4, 2))],
-    # with the softcap's gain beside it; a second number per logit would not fit the registers
-    ("tile_lse_gain", 2): [(99, Blocks(128, 128, 64, 8, 3)), (64, Blocks(64, 128, 32, 4, 2))],
-    ("tile_lse_gain", 4): [(99, Blocks(128, 128, 32, 8, 2)), (64, Blocks(64, 128, 32, 4, 2))],
     ("tile_lse", 4): [(99, Blocks(128, 128, 32, 8, 2)), (64, Blocks(64, 128, 32, 4, 2))],
     # BLOCK_N pairs at a time; BLOCK_V features of de at a time
     ("pair_gradient", 2): [(160, Blocks(64, 64, 64, 4, 4)), (64, Blocks(64, 64, 32, 4, 2))],

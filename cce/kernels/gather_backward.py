@@ -4,6 +4,8 @@
                     and its share of de, S @ c
     tile_gradient   dc of one tile, Sᵀ e over its tokens, plus the tail's part; summed in registers, written once
 
+With softcap S is multiplied by its slope, 1 - (z / cap)²; d_zy comes with it.
+
 The shares of de meet in float32 atomics, which normally add in whatever order they arrive. Here the order does not matter, because no
 addition rounds: every share of token n's row is first rounded to a multiple of one power of two, chosen so that all sums of such shares
 fit float32's 24 bits (Demmel and Nguyen's reproducible summation, with one bin). With u = |d_zy| + |d_rest|, the mass of the token's row
@@ -66,11 +68,11 @@ def pair_gradient_kernel(
     d_rest = tl.load(d_rest_ptr + n, mask=live, other=0.0)
     d_zy = tl.load(d_zy_ptr + n, mask=live, other=0.0)
     position = tl.load(position_ptr + n, mask=live, other=-1)
-    s = tl.where((v < V)[None, :], tl.exp2((z - lse[:, None]) * LOG2E), 0.0) * d_rest[:, None]
-    s = tl.where(position[:, None] == v[None, :], d_zy[:, None], s)
+    s = tl.exp2((z - lse[:, None]) * LOG2E) * d_rest[:, None]
     if HAS_SOFTCAP:
         s *= capped_slope(z, softcap)
-    s = tl.where(live[:, None], s, 0.0)
+    s = tl.where(position[:, None] == v[None, :], d_zy[:, None], s)
+    s = tl.where(live[:, None] & (v < V)[None, :], s, 0.0)
     rounded = round_to(s, e_ptr.dtype.element_ty)
     if KEEP_S:
         tl.store(s_ptr + pair.to(tl.int64)[:, None] * TILE + tl.arange(0, TILE)[None, :], rounded, mask=live[:, None])

@@ -1,6 +1,8 @@
 """The logit gradient of a slab of classes for every token, written out: where nothing can be skipped (notebook 09).
 
-    S[n, v] = d_zy[n] if v is n's target, else exp(z[n, v] - lse_rest[n]) d_rest[n]      (times the softcap's slope)
+    S[n, v] = d_zy[n] if v is n's target, else exp(z[n, v] - lse_rest[n]) d_rest[n]
+
+With softcap everything is multiplied by its slope, 1 - (z / cap)²; d_zy comes with it, so that no logit is needed twice.
 
 One product; de and dc are two more. The caller keeps a slab small: S has itemsize bytes per token and class.
 """
@@ -35,14 +37,14 @@ def logit_gradient_kernel(
     lse = tl.load(lse_ptr + n, mask=n < M, other=float("inf"))
     lse = tl.where(lse == float("-inf"), 0.0, lse)  # no other class can be: their logits are all -inf
     s = tl.exp2((z - lse[:, None]) * LOG2E) * tl.load(d_rest_ptr + n, mask=n < M, other=0.0)[:, None]
+    if HAS_SOFTCAP:
+        s *= capped_slope(z, softcap)
     targets = tl.load(targets_ptr + n, mask=n < M, other=-1)
     has_target = tl.max(((targets >= block_v * BLOCK_V) & (targets < (block_v + 1) * BLOCK_V)).to(tl.int32)) != 0
     if has_target or (block_v + 1) * BLOCK_V > V:
         d_zy = tl.load(d_zy_ptr + n, mask=n < M, other=0.0)
         s = tl.where(targets.to(tl.int32)[:, None] == v[None, :], d_zy[:, None], s)
         s = tl.where((v < V)[None, :], s, 0.0)
-    if HAS_SOFTCAP:
-        s *= capped_slope(z, softcap)
     rounded = round_to(s, s_desc.dtype)
     s_desc.store([block_n * BLOCK_N, block_v * BLOCK_V], rounded)
     if WANT_BIAS:

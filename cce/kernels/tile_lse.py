@@ -3,7 +3,9 @@
     tile_lse[t, n] = log Σ_{v in tile t, v ≠ y_n} exp(e[n] · c[v] + bias[v])
 
 exp(tile_lse - lse_rest) is the share of token n's probability (its target aside) that lies in tile t: the backward reads there which
-logits are worth recomputing. With softcap a second map has the softmax-weighted mean of the chain rule's factor, the tile's gain.
+logits are worth recomputing. With softcap a second map has the tile's gain, the chain rule's factor 1 - (z / cap)² as its softmax sees it.
+It is put together of two classes, the tile's largest logit and the log-mean-exp of its others: a sum over all of them would need a second
+number per logit, which the registers do not hold.
 
 One program owns BLOCK_N tokens and a strip of the vocabulary, as in lse_forward. But it merges with nobody: a strip's log-sum-exp
 goes to a row of its own, and the few rows are summed afterwards in a fixed order. No lock, and the same bits every time.
@@ -74,8 +76,16 @@ def tile_lse_kernel(
                 tile_lse_ptr + places, tl.where(nothing, float("-inf"), LN2 * (shift + tl.log2(filled))), mask=inside
             )
             if HAS_SOFTCAP:
-                slope = tl.where(z == float("-inf"), 0.0, capped_slope(z, softcap))
-                tl.store(gain_ptr + places, tl.sum(p * slope, 2) / filled, mask=inside)
+                others = tl.maximum(filled - 1, 0.0)  # the largest logit's own term is 1
+                classes = tl.minimum(V - t * TILE, TILE)[None, :] - 1
+                mean_of_others = tl.where(
+                    others > 0, LN2 * (shift + tl.log2(others / tl.maximum(classes, 1))), tile_high
+                )
+                of_others = others * capped_slope(mean_of_others, softcap)
+                gain = (
+                    capped_slope(tl.where(nothing, 0.0, tile_high), softcap) + tl.where(others > 0, of_others, 0.0)
+                ) / filled
+                tl.store(gain_ptr + places, gain, mask=inside)
         new_high = tl.maximum(high, tl.max(tile_high, 1))
         shift_all = tl.where(new_high == float("-inf"), 0.0, new_high) * LOG2E
         total = total * tl.exp2(high * LOG2E - shift_all) + tl.sum(tile_total * tl.exp2(shift - shift_all[:, None]), 1)
@@ -111,7 +121,7 @@ def tile_lse(
     e [M, D], c [V, D] (any strides), targets [M] int64 rows of c, bias [V]. T = ceil(V / TILE). -inf where a tile is empty.
     """
     (M, D), V = e.shape, c.shape[0]
-    shape = blocks_for("tile_lse_gain" if with_map and softcap is not None else "tile_lse", e)
+    shape = blocks_for("tile_lse", e)
     blocks = cdiv(V, shape.BLOCK_V)
     strip_blocks = max(STRIP, cdiv(blocks, max(1, PARTIAL_BYTES // (4 * M))))
     partial = torch.empty(cdiv(blocks, strip_blocks), M, device=e.device)
