@@ -136,7 +136,7 @@ def _backward(
 
 def vocabulary_order(e: Tensor, c: Tensor) -> Tensor:
     """Classes by falling average logit, [V]."""
-    average_logit = torch.mv(c, e.mean(0, dtype=torch.float32).to(c.dtype))  # = mean over tokens of e @ c.T
+    average_logit = torch.mv(c, e.mean(0))  # = mean over tokens of e @ c.T
     return average_logit.argsort(descending=True)
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce.cut import check_device, dense, mean_logit, positions, rows_of, vocabulary_order
+from cce.cut import check_device, dense, mean_logit, rows_of, vocabulary_order
 from cce.host import HostCopy
 from cce.kernels.blocks import blocks_for
 from cce.kernels.descriptors import aligned
@@ -31,7 +31,7 @@ from cce.kernels.gather_backward import Outputs, Pairs, pair_gradient, tile_grad
 from cce.kernels.logit_gradient import logit_gradient
 from cce.kernels.pair_plan import count_pairs, list_pairs, tail_mass
 from cce.kernels.slab_gradient import slab_gradient
-from cce.kernels.sort_rows import sort_rows
+from cce.kernels.sort_rows import SortedRows, sort_rows
 from cce.kernels.target_logit import target_logit
 from cce.kernels.tile_lse import TILE, tile_lse
 from cce.precision import add_product, ieee_float32, logit_gradient_scale, weighted_row_sum
@@ -76,34 +76,26 @@ def empty_state(e: Tensor, c: Tensor, softcap: float | None) -> State:
     )
 
 
-class Sorted(NamedTuple):
-    """The vocabulary by falling average logit, and what the tail needs of it; known before the targets are."""
-
-    order: Tensor  # [V]
-    rows: Tensor  # [V, D]: c in that order, for the forward only
-    mean_rows: Tensor
-    largest: Tensor
-
-
-def prepare(e: Tensor, c: Tensor) -> list[Sorted]:
-    """Sorts the vocabulary, for one forward, which takes it out of the list. e may have tokens that do not count."""
+def prepare(e: Tensor, c: Tensor) -> list[tuple[Tensor, SortedRows]]:
+    """The sorted vocabulary, for one forward, which takes it out of the list. e may have tokens that do not count."""
     order = vocabulary_order(e, c)
-    return [Sorted(order, *sort_rows(c, order, copy=True))]
+    return [(order, sort_rows(c, order))]
 
 
-def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared: list[Sorted] | None = None):
+def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared=None):
     """The primitive's numbers, and the State, () without a filter or without gradients to come."""
     check_device(e)
     (targets, bias), state = dense(targets, bias), ()
     if block_filter.eps is None or not any(wanted):
         lse_rest, _, _ = tile_lse(e, c, targets, bias, softcap, with_map=False)
     else:
-        order, rows, mean_rows, largest = (prepare(e, c) if prepared is None else prepared).pop()
-        position = positions(order, targets)
-        lse_rest, tiles, gain = tile_lse(e, rows, position, rows_of(bias, order), softcap, with_map=True)
+        order, (rows, rank, mean_rows, largest) = (prepare(e, c) if prepared is None else prepared).pop()
+        lse_rest, tiles, gain = tile_lse(e, rows, targets, rows_of(bias, order), softcap, with_map=True, rank=rank)
         del rows  # before the map is there twice
         log_share = torch.sub(tiles, lse_rest, out=torch.empty(tiles.shape, dtype=torch.float16, device=e.device))
-        state = State(log_share, log_share.new_empty(0) if gain is None else gain, order, position, mean_rows, largest)
+        position = torch.where(targets >= 0, rank[targets.clamp(min=0)], targets)
+        gain = log_share.new_empty(0) if gain is None else gain
+        state = State(log_share, gain, order, position, mean_rows, largest.amax())
     z_y = target_logit(e, c, targets, bias, softcap)
     return (z_y, lse_rest, mean_logit(e, c, bias, mean_weight)), state
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce import autograd, checks, chunked, naive, parallel
-from cce.host import HostCopy, beside
+from cce.host import beside
 
 MOST_DROPPED = 0.03  # of the gradient's mass, by gather's default filter; figures/data/real_softmax.json
 
@@ -214,11 +214,11 @@ def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: i
         return Tokens(e, targets, counted, None)
     if len(targets) == 0:
         return Tokens(e, targets, None, None)
-    start = torch.cuda.current_stream(e.device).record_event() if e.is_cuda and early is not None else None
+    by_kernel = e.is_cuda and early is not None
+    start = torch.cuda.current_stream(e.device).record_event() if by_kernel else None
     prepared = None if early is None else early(e)
-    with beside(start if prepared is not None else None, e.device):
-        facts = HostCopy(_target_facts(targets, ignore_index, by_kernel=start is not None))
-    count, low, high = facts.wait().tolist()
+    with beside(None if prepared is None else start, e.device):
+        count, low, high = _target_facts(targets, ignore_index, by_kernel).tolist()
     if low < 0 or high >= num_classes:
         where = ((targets != ignore_index) & ((targets < 0) | (targets >= num_classes))).nonzero()[0].item()
         raise IndexError(

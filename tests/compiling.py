@@ -85,9 +85,9 @@ def _launch_gather(kernel: str, e, c, targets, bias) -> None:
     if kernel == "target_facts":
         target_facts.target_facts(targets, -100)
     elif kernel == "tile_lse":
-        tile_lse.tile_lse(e, c, targets, bias, 30.0, True)
+        tile_lse.tile_lse(e, c, targets, bias, 30.0, True, order)
     elif kernel == "sort_rows":
-        sort_rows.sort_rows(c, order, True)
+        sort_rows.sort_rows(c, order)
     elif kernel == "count_pairs":
         pair_plan.count_pairs(share, d, targets, torch.zeros(12))
     elif kernel == "tail_mass":

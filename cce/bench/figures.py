@@ -10,10 +10,14 @@ MODELS = {(4096, 4096, 128256): "Llama 3 8B", (8192, 2304, 256000): "Gemma 2 2B"
 # Okabe and Ito's colours, which stay apart for every kind of colour blindness; ours are the two saturated ones.
 COLOURS = {
     "naive": "#999999", "torch.compile": "#E69F00", "cut-cross-entropy": "#CC79A7",
-    "chunked": "#56B4E9", "cce": "#0072B2", "cce_exact": "#009E73",
+    "Liger, Triton": "#F0E442", "chunked": "#56B4E9", "cce": "#0072B2", "cce_exact": "#009E73",
+    "gather": "#D55E00", "gather, exact": "#7A3E00",
 }  # fmt: skip
 
-LABELS = {"naive": "F.cross_entropy"}  # the usual three lines, not impl="naive"
+LABELS = {
+    "naive": "F.cross_entropy",
+    "gather, exact": "`gather`, `filter_eps=None`",
+}  # the usual three lines, not impl="naive"
 
 
 def load(name: str) -> dict:
@@ -21,14 +25,14 @@ def load(name: str) -> dict:
 
 
 def readme_table() -> str:
-    """The forward + backward measurements of cut.json in Markdown, with the machine they come from."""
-    document = load("cut")
+    """The forward + backward measurements of gather.json in Markdown, with the machine they come from."""
+    document = load("gather")
     where = document["environment"]
     lines = [
         f"Forward + backward in bfloat16 on one {where['device']} (torch {where['torch']}, triton {where['triton']}, {where['date']}, "
         f"commit {where['commit']}): milliseconds, peak memory beyond the inputs (the gradients themselves included), and the larger of "
         "the two relative gradient errors against exact float32 gradients. Flat (random) softmaxes are in "
-        "`figures/data/cut.json` too.",
+        "`figures/data/gather.json` too, `chunked` and `cce_exact` in `figures/data/cut.json`.",
     ]
     for run in document["runs"]:
         if run["input"] != "trained_like":
@@ -44,7 +48,7 @@ def readme_table() -> str:
             "|---|---:|---:|---:|",
         ]
         for name, row in run["contenders"].items():
-            label = LABELS.get(name, f"`{name}`" if name in ("chunked", "cce", "cce_exact") else name)
+            label = LABELS.get(name, f"`{name}`" if name in ("cce", "gather") else name)
             error = max(row["de_error"], row["dc_error"])
             lines.append(
                 f"| {label} | {row['forward_backward_ms']:.1f} | {row['forward_backward_bytes'] / 1e6:,.0f} | {error:.1e} |"
@@ -76,7 +80,7 @@ def with_table(readme: str) -> str:
     return before + MARKERS[0] + readme_table() + MARKERS[1] + rest.split(MARKERS[1])[1]
 
 
-def draw_cut() -> None:
+def draw(measurement: str) -> None:
     """Time against memory, a point a contender: down and to the left is better."""
     import matplotlib
 
@@ -84,15 +88,17 @@ def draw_cut() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "cce"  # the same bytes every time
     import matplotlib.pyplot as plt
 
-    document = load("cut")
+    document = load(measurement)
     runs = [run for run in document["runs"] if run["input"] == "trained_like"]
     figure, axes = plt.subplots(1, len(runs), figsize=(9.6, 4.2), facecolor="white", layout="constrained")
     for axis, run in zip(axes, runs, strict=True):
         for name, row in run["contenders"].items():
             x, y = row["forward_backward_ms"], row["forward_backward_bytes"] / 1e9
             axis.scatter(x, y, s=70, color=COLOURS[name], zorder=3)
-            offset = (8, -13) if name == "cut-cross-entropy" else (8, 5)
-            axis.annotate(LABELS.get(name, name), (x, y), textcoords="offset points", xytext=offset, fontsize=9)
+            offset = (8, -13) if name in ("cut-cross-entropy", "gather, exact") else (8, 5)
+            axis.annotate(
+                LABELS.get(name, name).replace("`", ""), (x, y), textcoords="offset points", xytext=offset, fontsize=9
+            )
         axis.axhline(run["gradient_bytes"] / 1e9, color="#555555", linestyle=":", linewidth=1)
         label = {"transform": axis.get_yaxis_transform(), "va": "bottom", "fontsize": 8, "color": "#555555"}
         axis.text(0.01, run["gradient_bytes"] / 1e9, "the gradients alone", **label)
@@ -104,15 +110,16 @@ def draw_cut() -> None:
         axis.set_xlabel("forward + backward, ms")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("peak memory beyond the inputs, GB")
-    figure.savefig(ROOT / "figures" / "cut.svg", metadata={"Date": None})
+    figure.savefig(ROOT / "figures" / f"{measurement}.svg", metadata={"Date": None})
     plt.close(figure)
 
 
 def main() -> None:
-    draw_cut()
+    for measurement in ("cut", "gather"):
+        draw(measurement)
     readme = ROOT / "README.md"
     readme.write_text(with_table(readme.read_text()))
-    print("wrote figures/cut.svg and the README's table")
+    print("wrote figures/cut.svg, figures/gather.svg and the README's table")
 
 
 if __name__ == "__main__":

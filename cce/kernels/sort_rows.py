@@ -1,7 +1,9 @@
 """The classifier's rows in another order, and what the tail needs to know of each tile: its mean row (notebook 09).
 
-Reads c once and writes it once (or only reads it, where no copy is asked for): 4 V D bytes in 16 bits.
+Reads c once and writes it once: 4 V D bytes in 16 bits.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,19 +17,17 @@ from cce.kernels.tile_lse import TILE
 
 @triton.jit
 def sort_rows_kernel(
-    c_ptr, order_ptr, copy_ptr, mean_ptr, largest_ptr, V, D, stride_cv, stride_cd, stride_copy,
-    HAS_ORDER: tl.constexpr, COPY: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    c_ptr, order_ptr, rank_ptr, copy_ptr, mean_ptr, largest_ptr, V, D, stride_cv, stride_cd, stride_copy,
+    TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tile, block_d = tl.program_id(0), tl.program_id(1)
     v = tile * TILE + tl.arange(0, TILE)
     d = block_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    row = v.to(tl.int64)
-    if HAS_ORDER:
-        row = tl.load(order_ptr + v, mask=v < V, other=0)
+    row = tl.load(order_ptr + v, mask=v < V, other=0)
+    tl.store(rank_ptr + row, v, mask=(v < V) & (block_d == 0))
     inside = (v < V)[:, None] & (d < D)[None, :]
     c = tl.load(c_ptr + row[:, None] * stride_cv + d.to(tl.int64)[None, :] * stride_cd, mask=inside, other=0.0)
-    if COPY:
-        tl.store(copy_ptr + v.to(tl.int64)[:, None] * stride_copy + d[None, :], c, mask=inside)
+    tl.store(copy_ptr + v.to(tl.int64)[:, None] * stride_copy + d[None, :], c, mask=inside)
     wide = c.to(tl.float32)
     mean = tl.sum(wide, 0) / min(TILE, V - tile * TILE)
     tl.store(mean_ptr + tile.to(tl.int64) * D + d, round_to(mean, mean_ptr.dtype.element_ty), mask=d < D)
@@ -35,20 +35,25 @@ def sort_rows_kernel(
     tl.store(largest_ptr + tile.to(tl.int64) * tl.num_programs(1) + block_d, largest)
 
 
-def sort_rows(c: Tensor, order: Tensor | None, copy: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(c[order] [V, D] for descriptors, or None; the tiles' mean rows [T, D] in c's dtype; max |c|, a float32 scalar).
+class SortedRows(NamedTuple):
+    """What sort_rows makes of c [V, D]; tile t has the TILE rows from t * TILE on, the last one fewer."""
 
-    c [V, D] any strides; order [V] int64, or None for the identity. Tile t has the TILE rows from t * TILE on, the last one fewer.
-    """
+    rows: Tensor  # [V, D]: c[order], for descriptors
+    rank: Tensor  # [V] int64: where each class is in the order
+    mean_rows: Tensor  # [T, D] in c's dtype: the mean of each tile's rows
+    largest: Tensor  # float32: max |c| of each block
+
+
+def sort_rows(c: Tensor, order: Tensor) -> SortedRows:
+    """c [V, D], any strides, in the order [V] int64."""
     V, D = c.shape
     per_16_bytes = 16 // c.element_size()
-    rows = c.new_empty(V, cdiv(D, per_16_bytes) * per_16_bytes)[:, :D] if copy else None
+    rows = c.new_empty(V, cdiv(D, per_16_bytes) * per_16_bytes)[:, :D]
     BLOCK_D = min(128, power_of_2(D))
     grid = (cdiv(V, TILE), cdiv(D, BLOCK_D))
     mean_rows = torch.empty(grid[0], D, dtype=c.dtype, device=c.device)
-    largest = torch.empty(grid, device=c.device)
+    rank, largest = torch.empty_like(order), torch.empty(grid, device=c.device)
     sort_rows_kernel[grid](
-        c, order, rows, mean_rows, largest, V, D, *c.stride(), rows.stride(0) if copy else 0,
-        HAS_ORDER=order is not None, COPY=copy, TILE=TILE, BLOCK_D=BLOCK_D,
-    )  # fmt: skip
-    return rows, mean_rows, largest.amax()
+        c, order, rank, rows, mean_rows, largest, V, D, *c.stride(), rows.stride(0), TILE=TILE, BLOCK_D=BLOCK_D
+    )
+    return SortedRows(rows, rank, mean_rows, largest)

@@ -32,14 +32,17 @@ PARTIAL_BYTES = 1_900_000  # for the strips' rows: longer strips where there are
 
 @triton.jit(do_not_specialize=["M", "strip_blocks"])
 def tile_lse_kernel(
-    e_desc, c_desc, bias_ptr, targets_ptr, partial_ptr, tile_lse_ptr, gain_ptr,
+    e_desc, c_desc, bias_ptr, targets_ptr, rank_ptr, partial_ptr, tile_lse_ptr, gain_ptr,
     M, V, D, stride_cv, stride_cd, softcap, strip_blocks,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, C_IS_DESCRIPTOR: tl.constexpr, MAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_RANK: tl.constexpr, C_IS_DESCRIPTOR: tl.constexpr, MAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     block_n, strip = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_N), tl.cdiv(V, BLOCK_V * strip_blocks), GROUP)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    targets = tl.load(targets_ptr + n, mask=n < M, other=-1).to(tl.int32)
+    targets = tl.load(targets_ptr + n, mask=n < M, other=-1)
+    if HAS_RANK:
+        targets = tl.load(rank_ptr + targets, mask=(targets >= 0) & (targets < V), other=-1)
+    targets = targets.to(tl.int32)
     high = tl.full((BLOCK_N,), float("-inf"), tl.float32)  # running maximum
     total = tl.zeros((BLOCK_N,), tl.float32)  # running sum of exp(z - high)
     for start_v in range(strip * strip_blocks * BLOCK_V, min((strip + 1) * strip_blocks * BLOCK_V, V), BLOCK_V):
@@ -114,11 +117,18 @@ def merge_strips_kernel(partial_ptr, lse_ptr, M, strips, BLOCK_S: tl.constexpr, 
 
 
 def tile_lse(
-    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None, with_map: bool
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    with_map: bool,
+    rank: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(lse_rest [M] float32, tile_lse [T, M] float32, gain [T, M] float16 with softcap); no maps unless with_map.
 
-    e [M, D], c [V, D] (any strides), targets [M] int64 rows of c, bias [V]. T = ceil(V / TILE). -inf where a tile is empty.
+    e [M, D], c [V, D] (any strides), targets [M] int64, bias [V]. With a rank [V], c's rows and bias are classes in another order, and
+    a target's row is rank[target]. T = ceil(V / TILE). -inf where a tile is empty.
     """
     (M, D), V = e.shape, c.shape[0]
     shape = blocks_for("tile_lse", e)
@@ -132,8 +142,9 @@ def tile_lse(
     tile_lse_kernel[(cdiv(M, shape.BLOCK_N) * len(partial),)](
         descriptor(aligned(e), shape.BLOCK_N, shape.BLOCK_D),
         descriptor(c, shape.BLOCK_V, shape.BLOCK_D) if by_descriptor else c,
-        bias, targets, partial, tiles, gain, M, V, D, *c.stride(), softcap, strip_blocks,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None, C_IS_DESCRIPTOR=by_descriptor, MAP=with_map,
+        bias, targets, rank, partial, tiles, gain, M, V, D, *c.stride(), softcap, strip_blocks,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None, HAS_RANK=rank is not None,
+        C_IS_DESCRIPTOR=by_descriptor, MAP=with_map,
         TILE=TILE, GROUP=GROUP, **shape._asdict(),
     )  # fmt: skip
     lse = torch.empty(M, device=e.device)
