@@ -12,24 +12,24 @@ from oracle import TOL, Outcome, assert_close_to_oracle, assert_gradient, check,
 from cce import LinearCrossEntropyHead, linear_cross_entropy
 
 FLOAT32, FLOAT16, BFLOAT16 = (torch.float32, torch.float16, torch.bfloat16)
-IMPLS = ["naive", "checkpoint", "chunked", "cce_exact", "cce"]
+IMPLS = ["naive", "checkpoint", "chunked", "cce_exact", "cce", "gather"]
 all_impls = pytest.mark.parametrize("impl", IMPLS)
-fast_impls = pytest.mark.parametrize("impl", ["chunked", "cce_exact"])
+fast_impls = pytest.mark.parametrize("impl", ["chunked", "cce_exact", "gather"])
 
 
 def exact(impl):
-    return {"impl": impl, "filter_eps": None} if impl == "cce" else {"impl": impl}
+    return {"impl": impl, "filter_eps": None} if impl in ("cce", "gather") else {"impl": impl}
 
 
 def interpreted(impl, device):
-    return impl in ("cce", "cce_exact") and device.type == "cpu"
+    return impl in ("cce", "cce_exact", "gather") and device.type == "cpu"
 
 
 @fast_impls
 def test_case_01_few_classes_many_tokens(impl, device):
     """A peer's classifier gradient was far off: it summed thousands of tokens' contributions in 16 bits."""
     N = 1024 if interpreted(impl, device) else 8192
-    check(*problem(N, 32, 128, BFLOAT16, device), impl=impl)
+    check(*problem(N, 32, 128, BFLOAT16, device), **exact(impl))
 
 
 @all_impls
@@ -82,7 +82,7 @@ def mesh(tmp_path_factory):
 @fast_impls
 def test_case_06_dtensor_classifier(impl, mesh):
     """A peer read a DTensor's address: illegal access. Here an error says what to do, and what it says works."""
-    if impl.startswith("cce") and torch.cuda.is_available():
+    if impl in ("cce_exact", "gather") and torch.cuda.is_available():
         pytest.skip("the mesh is the CPU's, and here the kernels are compiled for the GPU")
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -121,15 +121,17 @@ def test_case_08_ragged_vocabulary_with_softcap(V, device):
     check(*problem(9, V, 4, BFLOAT16, device, bias=True), impl="chunked", softcap=1.0, reduction="sum")
 
 
+@pytest.mark.parametrize("impl", ["cce_exact", "gather"])
 @pytest.mark.parametrize("V", [63, 65, 129, 257])
-def test_case_08_ragged_vocabulary_with_softcap_in_kernels(V, device):
-    check(*problem(9, V, 4, FLOAT32, device), impl="cce_exact", softcap=1.0)
+def test_case_08_ragged_vocabulary_with_softcap_in_kernels(V, impl, device):
+    check(*problem(9, V, 4, FLOAT32, device), softcap=1.0, **exact(impl))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["cce_exact", "gather"])
 @pytest.mark.parametrize("V", [32_003, 50_257, 151_669])
-def test_case_08_ragged_vocabulary_with_softcap_on_a_gpu(V, device):
-    check(*problem(300, V, 72, BFLOAT16, device), impl="cce_exact", softcap=1.0)
+def test_case_08_ragged_vocabulary_with_softcap_on_a_gpu(V, impl, device):
+    check(*problem(300, V, 72, BFLOAT16, device), softcap=1.0, **exact(impl))
 
 
 @all_impls
@@ -230,7 +232,7 @@ def chunk_oracle(e, c, targets, rows=512):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["chunked", "cce_exact"])
+@fast_impls
 @pytest.mark.parametrize(("N", "V", "D"), [(64, 262_400, 8_200), (9_000, 250_000, 64)], ids=["V*D", "N*V"])
 def test_case_12_offsets_beyond_31_bits(impl, N, V, D, device):
     """V·D = 2.15e9 elements of c (4.3 GB in bfloat16, 17 GB for the oracle's dc), and N·V = 2.25e9 logits. The highest classes
@@ -241,7 +243,7 @@ def test_case_12_offsets_beyond_31_bits(impl, N, V, D, device):
     targets = torch.randint(0, V, (N,), generator=g, device=device)
     targets[-2:] = torch.tensor([V - 1, V - 2], device=device)
     assert max(V * D, N * V) > 2**31
-    got = run(e, c, targets, impl=impl)
+    got = run(e, c, targets, **exact(impl))
     want = chunk_oracle(e, c, targets)
     torch.testing.assert_close(got.loss.double(), want.loss, rtol=1e-5, atol=0)
     slack = 8 * 2**-24 * want.max_z * want.sum_d
@@ -251,7 +253,7 @@ def test_case_12_offsets_beyond_31_bits(impl, N, V, D, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["chunked", "cce_exact"])
+@fast_impls
 def test_case_12_hidden_states_beyond_31_bits(impl, device):
     """N·D > 2^31: as the tokens repeat, the loss of every block of them is that of the first, and so is its gradient."""
     block, times, V, D = 2_048, 260, 512, 4_096
@@ -259,7 +261,7 @@ def test_case_12_hidden_states_beyond_31_bits(impl, device):
     e, c, targets = problem(block, V, D, BFLOAT16, device)
     want = oracle(e, c, targets)
     got = run(
-        e.repeat(times, 1), c, targets.repeat(times), impl=impl, reduction="none", upstream=torch.tensor(1 / block)
+        e.repeat(times, 1), c, targets.repeat(times), reduction="none", upstream=torch.tensor(1 / block), **exact(impl)
     )
     for i in (0, 1, times // 2, times - 1):
         here = slice(i * block, (i + 1) * block)
@@ -357,7 +359,7 @@ def test_case_18_common_vector(impl, device):
     N, V, D = 70, 200, 64
     e, c, targets = problem(N, V, D, FLOAT32, device)
     c += 10 * c.std() * torch.nn.functional.normalize(torch.randn(D, device=device), dim=0) * D**0.5
-    check(e.bfloat16(), c.bfloat16(), targets, impl=impl)
+    check(e.bfloat16(), c.bfloat16(), targets, **exact(impl))
 
 
 @fast_impls
@@ -365,7 +367,7 @@ def test_case_19_grad_scaler(impl, device):
     """float16, reduction sum, loss times 65536: S itself is beyond float16, de and dc (classifier and states small) are not."""
     e, c, targets = problem(40, 37, 16, FLOAT16, device)
     e, c = e / 64, c / 64
-    got = check(e, c, targets, reduction="sum", upstream=torch.tensor(65536.0, device=device), impl=impl)
+    got = check(e, c, targets, reduction="sum", upstream=torch.tensor(65536.0, device=device), **exact(impl))
     assert got.de.isfinite().all() and got.dc.isfinite().all() and got.dc.any()
 
 
@@ -379,9 +381,10 @@ def test_case_19_mean_over_131072_tokens(device):
 def test_case_19_mean_over_many_tokens(impl, device):
     """The same at the kernels' size: the mean's 1/40 times an upstream of 1/3277."""
     e, c, targets = problem(40, 37, 16, FLOAT16, device)
-    check(64 * e, c / 64, targets, upstream=torch.tensor(40 / 131_072, device=device), impl=impl)
+    check(64 * e, c / 64, targets, upstream=torch.tensor(40 / 131_072, device=device), **exact(impl))
 
 
 @pytest.mark.gpu
-def test_case_19_mean_over_131072_tokens_in_kernels(device):
-    check(*problem(131_072, 64, 16, FLOAT16, device), impl="cce_exact")
+@pytest.mark.parametrize("impl", ["cce_exact", "gather"])
+def test_case_19_mean_over_131072_tokens_in_kernels(impl, device):
+    check(*problem(131_072, 64, 16, FLOAT16, device), **exact(impl))

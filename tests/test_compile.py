@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton's wheels exist for Linux only")
 
-from compiling import DTYPES, KERNELS, SHARED_KIB, compiled
+from compiling import DTYPES, GATHER, KERNELS, SHARED_KIB, compiled
 
 from cce.kernels import blocks
 
@@ -40,6 +40,10 @@ def test_float32_kernels_fit_where_they_are_tightest():
 
 def test_the_other_kernels_compile_for_the_oldest_chip():
     check(compiled([75], ["float16"], ["target_logit", "lse_forward_pointers", "scatter_rows", "backward_atomics"]), 4)
+
+
+def test_the_row_gathered_kernels_compile_for_the_oldest_chip():
+    check(compiled([75], ["float16"], GATHER), len(GATHER))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ OPTIONS = [{}, {"reduction": "none", "softcap": 3.0}, {"label_smoothing": 0.1, "
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-@pytest.mark.parametrize("impl", ["chunked", "cce", "cce_exact"])
+@pytest.mark.parametrize("impl", ["chunked", "cce", "cce_exact", "gather"])
 def test_one_graph_same_numbers(impl, options, device):
     e, c, targets, bias = problem(40, 37, 16, bias=True, ignored=0.3, device=device)
     leaves = [x.requires_grad_() for x in (e, c, bias)]

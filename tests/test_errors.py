@@ -71,7 +71,7 @@ MESSAGES = [
     ({"filter_eps": "low"}, ValueError, ["filter_eps:", "'low'", '"auto"']),
     ({"filter_eps": float("nan")}, ValueError, ["filter_eps:", "nan", ">= 0"]),
     ({"filter_eps": True}, ValueError, ["filter_eps:", "True", "number"]),
-    ({"impl": "fast"}, ValueError, ["impl:", "'fast'", "'chunked'", "'cce_exact'"]),
+    ({"impl": "fast"}, ValueError, ["impl:", "'fast'", "'chunked'", "'cce_exact'", "'gather'"]),
     ({"impl": None}, ValueError, ["impl:", "None", "'chunked'"]),
     ({"impl": 3}, ValueError, ["impl:", "3", "'chunked'"]),
     ({"vocab_parallel_options": object()}, TypeError, ["vocab_parallel_options", "None"]),
@@ -79,6 +79,11 @@ MESSAGES = [
     ({"e": E.double(), "c": C.double(), "impl": "cce_exact"}, TypeError, ["e:", "float64", "'cce_exact'", "chunked"]),
     ({"e": E.double(), "c": C.double(), "impl": "cce_kahan"}, TypeError, ["e:", "float64", "'cce_kahan'", "chunked"]),
     ({"softcap": 2.0, "label_smoothing": 0.1, "impl": "cce"}, ValueError, ["label_smoothing:", "softcap", "'cce'", "chunked"]),
+    ({"e": E.double(), "c": C.double(), "impl": "gather"}, TypeError, ["e:", "float64", "'gather'", "chunked"]),
+    (
+        {"softcap": 2.0, "label_smoothing": 0.1, "impl": "gather"},
+        ValueError, ["label_smoothing:", "softcap", "'gather'", "chunked"],
+    ),
     (
         {"softcap": 2.0, "label_smoothing": 0.1, "impl": "cce_exact"},
         ValueError, ["label_smoothing:", "softcap", "'cce_exact'", "chunked"],
@@ -96,7 +101,7 @@ def test_message(wrong, error, parts):
     assert not missing, f"{caught.value} does not mention {missing}"
 
 
-@pytest.mark.parametrize("impl", ["naive", "chunked", "cce_exact"])
+@pytest.mark.parametrize("impl", ["naive", "chunked", "cce_exact", "gather"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_weight_that_requires_grad(impl, label_smoothing):
     """No implementation differentiates with respect to class weights: an error (as F.cross_entropy), not a silent None."""
@@ -128,7 +133,9 @@ def test_sizes_of_a_head(wrong, name):
 # ---------------------------------------------------------------------------------------- targets out of range
 
 
-@pytest.mark.parametrize("impl", ["naive", "checkpoint", "chunked", "cce", "cce_exact", "torch_compile", "auto"])
+@pytest.mark.parametrize(
+    "impl", ["naive", "checkpoint", "chunked", "cce", "cce_exact", "gather", "torch_compile", "auto"]
+)
 @pytest.mark.parametrize("value", [7, -1, -99, 2**31, -(2**31), 2**62])
 def test_out_of_range_target(impl, value, device):
     targets = T.clone()
@@ -188,7 +195,7 @@ def mesh(tmp_path_factory):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("impl", ["naive", "chunked", "cce_exact", "auto"])
+@pytest.mark.parametrize("impl", ["naive", "chunked", "cce_exact", "gather", "auto"])
 @pytest.mark.parametrize("name", ["e", "c", "targets", "bias", "weight"])
 def test_dtensor(mesh, name, impl):
     from torch.distributed.tensor import Replicate, distribute_tensor

@@ -15,11 +15,15 @@ import triton
 import triton.language as tl
 
 from cce import cut
-from cce.kernels import backward, blocks, lse_forward
+from cce.kernels import backward, blocks, gather_backward, lse_forward, pair_plan, tile_lse
 from cce.kernels.common import capped, capped_slope, grouped_tile, logaddexp, round_to
 from cce.kernels.descriptors import aligned, descriptors_supported
+from cce.kernels.logit_gradient import logit_gradient
 from cce.kernels.lse_forward import STRIP
 from cce.kernels.scatter_rows import scatter_rows
+from cce.kernels.slab_gradient import slab_gradient
+from cce.kernels.sort_rows import sort_rows
+from cce.kernels.target_facts import target_facts
 from cce.kernels.target_logit import target_logit
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -550,6 +554,517 @@ def test_scatter_rows_of_a_part_of_wider_buffers():
     assert torch.equal(dc[1:3, :D], expected)
     assert (dc[:, D:] == 0).all() and (dc[[0, 3, 4]] == 0).all()
     assert (whole[:2, :D] == 0).all() and torch.equal(whole[:, D:], edge) and (whole[2] != 0).all()
+
+
+# ---------------------------------------------------------------------------------------------- tile_lse
+
+TILE = tile_lse.TILE
+RAGGED_V = blocks_of("tile_lse").BLOCK_V * tile_lse.STRIP + TILE + 9  # two strips; the last block has a ragged tile
+
+
+def in_tiles(x, fill=0.0):
+    """[M, V] -> [M, T, TILE], the last tile filled up."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % TILE), value=fill).unflatten(1, (-1, TILE))
+
+
+def without_target(z, targets, value):
+    here = targets >= 0
+    z = z.clone()
+    z[here.nonzero()[:, 0], targets[here]] = value
+    return z
+
+
+def check_tile_lse(e, c, targets, bias=None, softcap=None):
+    """lse_rest, the map and the gain against torch; returns the map."""
+    lse, tiles, gain = tile_lse.tile_lse(e, c, targets, bias, softcap, with_map=True)
+    z = without_target(logits64(e, c, bias, softcap), targets, -INF)
+    expected = in_tiles(z, -INF).logsumexp(2)
+    error = summation_error(e, c)
+    assert tiles.dtype == torch.float32 and lse.dtype == torch.float32
+    assert_within(tiles.T, expected, error[:, None] + 2**-21 * expected.nan_to_num(0, 0, 0).abs())
+    assert_within(lse, z.logsumexp(1), error + 2**-21 * z.logsumexp(1).nan_to_num(0, 0, 0).abs())
+    if softcap is None:
+        assert gain is None
+    else:
+        # of the largest logit, and of the others' log-mean-exp, by their shares of the tile
+        z, classes = in_tiles(z, -INF), in_tiles(torch.ones_like(z)).sum(2)
+        high = z.amax(2)
+        others = (z - high[:, :, None]).exp().sum(2) - 1
+        slope = lambda x: (1 - (x / softcap) ** 2).nan_to_num(0, 0, 0)
+        mean = high + (others / (classes - 1)).log()
+        two_classes = (slope(high) + others * slope(mean)).nan_to_num(0) / (1 + others.nan_to_num(0))
+        assert_within(gain.T, two_classes, 2**-11 + 8 * error[:, None])  # float16's rounding below 1; slopes and shares
+    return tiles
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("with_bias", "softcap"), [(False, None), (True, None), (False, 1.5), (True, 1.5)])
+def test_tile_lse(dtype, with_bias, softcap):
+    e, c, bias, targets = problem(blocks_of("tile_lse").BLOCK_N + 3, 16, 2 * TILE + 6, dtype)
+    targets[:2] = torch.tensor([-1, -2])
+    check_tile_lse(e, c, targets, bias if with_bias else None, softcap)
+
+
+@pytest.mark.parametrize(
+    ("M", "D", "V"), [(1, 1, 1), (5, 13, TILE - 1), (5, 16, TILE), (5, 8, TILE + 1), (3, 70, RAGGED_V)]
+)
+def test_tile_lse_of_ragged_sizes(M, D, V):
+    e, c, bias, targets = problem(M, D, V)
+    assert check_tile_lse(e, c, targets, bias).shape == (-(-V // TILE), M)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tile_lse_takes_c_of_any_strides(layout):
+    e, c, _, targets = problem(5, 16, 2 * TILE + 6)
+    check_tile_lse(layouts(e)[layout], layouts(c)[layout], targets)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dead", [0, 1, RAGGED_V // TILE])
+def test_tile_lse_of_a_tile_without_a_possible_class(dead, softcap):
+    """-inf, and not NaN; with softcap such a class is possible."""
+    e, c, bias, targets = problem(5, 16, RAGGED_V)
+    bias[dead * TILE : (dead + 1) * TILE] = -INF
+    tiles = check_tile_lse(e, c, targets, bias, softcap)
+    assert (tiles[dead] == -INF).all() == (softcap is None)
+
+
+def test_tile_lse_of_a_target_alone_in_its_tile():
+    e, c, bias, targets = problem(5, 16, 2 * TILE + 1)
+    targets[:] = 2 * TILE
+    assert (check_tile_lse(e, c, targets, bias)[2] == -INF).all()
+    _, _, gain = tile_lse.tile_lse(e, c, targets, bias, 2.0, with_map=True)
+    assert gain.isfinite().all()  # times a mass of 0
+
+
+def test_tile_lse_of_a_sorted_vocabulary():
+    """Rows of c in another order: a target's row is its rank; nothing else changes."""
+    e, c, bias, targets = problem(7, 16, 2 * TILE + 6)
+    targets[:2] = torch.tensor([-1, -2])
+    order = torch.randperm(len(c), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    rank = order.argsort()
+    rows = c[order], torch.where(targets >= 0, rank[targets.clamp(min=0)], targets), bias[order]
+    want = tile_lse.tile_lse(e, *rows, None, with_map=True)
+    got = tile_lse.tile_lse(e, rows[0], targets, rows[2], None, with_map=True, rank=rank)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_tile_lse_of_nan_is_nan_in_its_tile_only():
+    e, c, _, targets = problem(5, 16, 3 * TILE)
+    c[TILE + 3] = NAN
+    targets[:] = 0
+    lse, tiles, _ = tile_lse.tile_lse(e, c, targets, None, None, with_map=True)
+    assert lse.isnan().all() and tiles[1].isnan().all() and tiles[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("budget", [0, 10**9], ids=["one strip", "many strips"])
+def test_tile_lse_with_and_without_a_map_in_strips_of_any_length(monkeypatch, budget):
+    """The map does not depend on the strips, and lse_rest without a map is the same bits."""
+    monkeypatch.setattr(tile_lse, "PARTIAL_BYTES", budget)
+    e, c, bias, targets = problem(3, 16, RAGGED_V)
+    check_tile_lse(e, c, targets, bias)
+    first, _, _ = tile_lse.tile_lse(e, c, targets, bias, None, with_map=True)
+    second, tiles, gain = tile_lse.tile_lse(e, c, targets, bias, None, with_map=False)
+    assert torch.equal(first, second) and tiles is None and gain is None
+
+
+@pytest.mark.parametrize("strips", [1, 2, 64, 65, 200])
+def test_merge_strips(strips):
+    M = tile_lse.MERGE_N + 5
+    partial = 20 * randn(strips, M)
+    partial[:, 1], partial[strips // 2 :, 2], partial[-1, 3] = -INF, -INF, NAN
+    lse = torch.empty(M, device=DEVICE)
+    grid = (-(-M // tile_lse.MERGE_N),)
+    tile_lse.merge_strips_kernel[grid](partial, lse, M, strips, BLOCK_S=64, BLOCK_N=tile_lse.MERGE_N)
+    expected = partial.double().logsumexp(0)
+    assert expected[1] == -INF and expected[3].isnan()
+    assert_within(lse, expected, 2**-21 * expected.nan_to_num(0, 0, 0).abs() + 2**-20)
+
+
+# ---------------------------------------------------------------------------------------------- sort_rows
+
+ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("V", "D"), [(1, 1), (TILE + 1, 13), (2 * TILE, 140)])
+def test_sort_rows(dtype, V, D):
+    c = randn(V, D, dtype=dtype)
+    order = torch.randperm(V, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    rows, rank, mean_rows, largest = sort_rows(c, order)
+    assert torch.equal(rows, c[order]) and descriptors_supported(rows)
+    assert torch.equal(rank[order], torch.arange(V, device=DEVICE))
+    expected = torch.stack([tile.double().mean(0) for tile in c[order].split(TILE)])
+    assert mean_rows.dtype == dtype
+    assert_within(mean_rows, expected, ROUNDOFF[dtype] * expected.abs() + 1e-6)
+    assert largest.amax() == c.float().abs().max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sort_rows_takes_any_strides(layout):
+    c = randn(TILE + 3, 20)
+    order = torch.arange(len(c), device=DEVICE).flip(0)
+    for x, y in zip(sort_rows(layouts(c)[layout], order), sort_rows(c, order), strict=True):
+        assert torch.equal(x, y)
+
+
+# ---------------------------------------------------------------------------------------------- pair_plan
+
+
+class Plan:
+    """A random map, and in float64 what of it is kept and dropped. Token 1 has no gradient, (0, 2) is NaN, tile 2 is empty for some."""
+
+    def __init__(self, T=5, M=2 * pair_plan.BLOCK_M + 5):
+        self.log_share = (4 * randn(T, M) - 6).clamp(max=0).half()
+        self.log_share[0, 2], self.log_share[2, ::3] = NAN, -INF
+        self.d_rest = randn(M, seed=1)
+        self.d_rest[1] = 0
+        self.position = torch.randint(-2, T * TILE, (M,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        self.signed = self.log_share.double().exp() * self.d_rest.double()
+        self.owns = torch.arange(T, device=DEVICE)[:, None] == self.position.div(TILE, rounding_mode="floor")
+        self.map = self.log_share, self.d_rest, self.position
+
+    def dropped(self, threshold):
+        mass = self.signed.abs()
+        assert ((mass - threshold).abs() > 1e-5 * threshold)[mass > 0].all(), "float32 may decide this one otherwise"
+        return (mass <= threshold) & ~self.owns
+
+
+def test_count_pairs():
+    p, thresholds = Plan(), [0.0, 1e-4, 3e-3, 0.1, 1e9]
+    count, mass = pair_plan.count_pairs(*p.map, torch.tensor(thresholds, device=DEVICE))
+    dropped = torch.stack([p.dropped(threshold) for threshold in thresholds])
+    assert torch.equal(count, (~dropped).sum(2).int())
+    expected = torch.where(dropped, p.signed.abs(), 0).sum(2)
+    assert_within(mass, expected, 1e-5 * expected)
+
+
+def test_count_pairs_keeps_all_under_a_threshold_of_minus_1_or_nan():
+    p = Plan()
+    count, mass = pair_plan.count_pairs(*p.map, torch.tensor([-1.0, NAN], device=DEVICE))
+    assert (count == len(p.d_rest)).all() and (mass == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_gain", [False, True])
+def test_tail_mass(dtype, with_gain):
+    p, unit, first_tile = Plan(), 1024.0, 1
+    gain = randn(*p.log_share.shape, seed=3).sigmoid().half() if with_gain else None
+    threshold = torch.tensor([3e-3], device=DEVICE)
+    tail = pair_plan.tail_mass(
+        p.log_share, gain, *p.map[1:], threshold, torch.tensor(first_tile, device=DEVICE), unit, dtype
+    )
+    dropped = p.dropped(3e-3)
+    dropped[:first_tile] = False
+    expected = torch.where(dropped, unit * p.signed * (1 if gain is None else gain.double()), 0)
+    assert tail.dtype == dtype
+    assert_within(tail, expected, (ROUNDOFF[dtype] + 2**-20) * expected.abs() + 2**-24)
+    assert torch.equal(tail == 0, (expected == 0) | (expected.abs() < 2**-24))
+
+
+def starts_of(kept, chunk):
+    """pair_plan's running totals [T + 1] of kept pairs and chunks, from the mask [T, M]."""
+    count = kept.sum(1)
+    totals = torch.stack((count, (count + chunk - 1) // chunk)).cumsum(1)
+    return torch.nn.functional.pad(totals, (1, 0)).int()
+
+
+@pytest.mark.parametrize("tiles", [range(5), range(2, 5), range(3, 4)], ids=str)
+@pytest.mark.parametrize("room", ["enough", "two tiles"])
+def test_list_pairs(tiles, room):
+    p, chunk = Plan(), 16
+    kept = ~p.dropped(3e-3)
+    pair_start, chunk_start = starts_of(kept, chunk)
+    capacity = int((kept if room == "enough" else kept[tiles.start : tiles.start + 2]).sum())
+    listed = range(tiles.start, tiles.stop if room == "enough" else min(tiles.start + 2, tiles.stop))
+    rows, chunk_tile = pair_plan.list_pairs(
+        *p.map, torch.tensor([3e-3], device=DEVICE), pair_start, chunk_start, tiles, capacity, chunk
+    )
+    expected = torch.cat([kept[t].nonzero()[:, 0] for t in listed])
+    assert rows[: len(expected)].tolist() == expected.tolist()
+    chunks = [t for t in listed for _ in range(-(-int(kept[t].sum()) // chunk))]
+    assert chunk_tile[: len(chunks)].tolist() == chunks
+
+
+def test_pair_plan_of_a_block_of_tokens():
+    """The map's columns of some tokens, whose rows are further apart than they are long."""
+    p, here, chunk = Plan(), slice(3, pair_plan.BLOCK_M + 9), 16
+    share, d_rest, position = p.log_share[:, here], p.d_rest[here], p.position[here]
+    dropped, threshold = p.dropped(3e-3)[:, here], torch.tensor([3e-3], device=DEVICE)
+    count, _ = pair_plan.count_pairs(share, d_rest, position, threshold)
+    assert torch.equal(count[0], (~dropped).sum(1).int())
+    tail = pair_plan.tail_mass(
+        share, None, d_rest, position, threshold, torch.tensor(0, device=DEVICE), 1.0, torch.float32
+    )
+    assert_within(tail, torch.where(dropped, p.signed[:, here], 0), 1e-8)
+    starts = starts_of(~dropped, chunk)
+    rows, _ = pair_plan.list_pairs(share, d_rest, position, threshold, *starts, range(5), share.numel(), chunk)
+    assert rows[: starts[0, -1]].tolist() == (~dropped).nonzero()[:, 1].tolist()
+
+
+# ---------------------------------------------------------------------------------------------- gather_backward
+
+
+@triton.jit
+def quantum_kernel(bound_ptr, out_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    per_quantum, q = gather_backward.quantum(tl.load(bound_ptr + i))
+    tl.store(out_ptr + i, per_quantum)
+    tl.store(out_ptr + SIZE + i, q)
+
+
+def quanta(bounds):
+    """(1 / q, q) of each bound, as the kernel has them."""
+    size = triton.next_power_of_2(len(bounds))
+    out = torch.empty(2, size, device=DEVICE)
+    padded = torch.ones(size).index_put_((torch.arange(len(bounds)),), bounds)
+    quantum_kernel[(1,)](padded.to(DEVICE), out, SIZE=size)
+    return out[:, : len(bounds)].cpu()
+
+
+def test_quantum_is_2_to_the_minus_22_of_the_power_of_two_above():
+    bounds = torch.tensor([1.0, 1.5, 2.0, 1.9999999, 3e-5, 7e20, 0.0, 1e-40, 1e-36])
+    per_quantum, q = quanta(bounds)
+    assert torch.equal(per_quantum * q, torch.ones_like(q))
+    P = q.double() * 2**22
+    assert (P > bounds).all() and (torch.frexp(P)[0] == 0.5).all()
+    normal = bounds > 1e-30
+    assert (P[normal] <= 2 * bounds[normal]).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shares_rounded_to_the_quantum_sum_exactly_in_any_order(seed):
+    """At the limit of what a token may have: the bound is used up by shares of one sign, and there are as many as tiles of a large V."""
+    g = torch.Generator().manual_seed(seed)
+    raw = torch.rand(2000, 3, generator=g) * torch.tensor([1.0, 1e-6, 1e4])
+    if seed % 2:
+        raw *= torch.randn(2000, 3, generator=g).sign()
+    bounds = raw.double().abs().sum(0).float()
+    per_quantum, q = quanta(bounds)
+    shares = torch.floor(raw * per_quantum + 0.5) * q
+    sums = []
+    for _ in range(20):
+        total = torch.zeros(3)
+        for row in shares[torch.randperm(len(shares), generator=g)]:
+            total += row
+        sums.append(total)
+    assert all(torch.equal(total, sums[0]) for total in sums)
+    assert torch.equal(sums[0].double(), shares.double().sum(0))
+    assert ((sums[0].double() - raw.double().sum(0)).abs() <= 2000 * 0.5 * q.double()).all()
+
+
+class Gathered:
+    """A problem for pair_gradient and tile_gradient: a random mask of kept pairs in a random order of the classes."""
+
+    def __init__(self, M=40, D=24, V=2 * TILE + 6, dtype=torch.float32, with_bias=False, softcap=None, density=0.4):
+        g = torch.Generator().manual_seed(9)
+        self.e, self.c, bias, targets = problem(M, D, V, dtype)
+        self.bias, self.softcap = bias if with_bias else None, softcap
+        self.order = torch.randperm(V, generator=g).to(DEVICE)
+        self.position = torch.empty_like(self.order)
+        self.position[self.order] = torch.arange(V, device=DEVICE)
+        self.position = self.position[targets]
+        self.position[1:3] = torch.tensor([-1, -2])[: M - 1]
+        self.d_zy, self.d_rest = randn(M, seed=5), randn(M, seed=6)
+        rows = self.c[self.order], None if self.bias is None else self.bias[self.order]
+        self.lse_rest = lse_rest64(self.e, rows[0], self.position, rows[1], softcap).float()
+        s, is_target = logit_gradient64(
+            self.e, *rows, self.position, self.lse_rest, self.d_zy, self.d_rest, softcap=softcap
+        )
+        self.s = torch.where(is_target, self.d_zy.double()[:, None], s)  # [M, V] in that order; d_zy has its slope
+        self.T = -(-V // TILE)
+        self.kept = (torch.rand(self.T, M, generator=g) < density).to(DEVICE)
+        self.tail_dc = randn(self.T, D, seed=7)
+
+    def run(self, want="ecb", tiles=None, mean=False, scale=None):
+        """(S, tail, Outputs) after both kernels."""
+        (M, D), V, chunk = self.e.shape, len(self.c), blocks_of("pair_gradient", self.e.dtype).BLOCK_N
+        tiles = range(self.T) if tiles is None else tiles
+        pair_start, chunk_start = starts_of(self.kept, chunk)
+        rows = torch.cat([self.kept[t].nonzero()[:, 0] for t in tiles]).int()
+        chunk_tile = torch.arange(self.T, device=DEVICE).repeat_interleave(chunk_start.diff())
+        chunk_tile = chunk_tile[chunk_start[tiles.start] : chunk_start[tiles.stop]].int()
+        pairs = gather_backward.Pairs(tiles, rows, chunk_tile, pair_start, chunk_start)
+        out = gather_backward.Outputs(
+            torch.zeros(M, D, device=DEVICE) if "e" in want else None,
+            torch.full((V, D), NAN, dtype=self.e.dtype, device=DEVICE) if "c" in want else None,
+            torch.full((V,), NAN, device=DEVICE) if "b" in want else None,
+            torch.full((self.T, M), 7.0, dtype=self.e.dtype, device=DEVICE) if "e" in want else None,
+            self.tail_dc if "c" in want else None,
+            randn(V, seed=8) if mean else None,
+            randn(D, seed=10) if mean else None,
+            None if scale is None else torch.tensor(scale, device=DEVICE),
+        )
+        largest = self.c.float().abs().max()
+        arguments = (
+            self.e,
+            self.c,
+            self.bias,
+            self.order,
+            self.position,
+            self.softcap,
+            self.lse_rest,
+            self.d_zy,
+            self.d_rest,
+        )
+        s = gather_backward.pair_gradient(*arguments, largest, pairs, 1024.0, out)
+        if "c" in want or "b" in want:
+            gather_backward.tile_gradient(self.e, s, self.order, pairs, out)
+        return s, rows, out
+
+    def check(self, tiles=None, mean=False, scale=None, **options):
+        tiles = range(self.T) if tiles is None else tiles
+        s, rows, out = self.run(tiles=tiles, mean=mean, scale=scale, **options)
+        V, dtype = len(self.c), self.e.dtype
+        live = self.kept.T & torch.isin(torch.arange(self.T, device=DEVICE), torch.tensor(tiles, device=DEVICE))
+        live = live.repeat_interleave(TILE, 1)[:, :V]  # [M, V]
+        kept = self.s * live
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}[
+            dtype
+        ]  # S's rounding; dc's own, too
+        if out.dc is not None or out.dbias is not None:
+            expected = torch.cat([in_tiles(self.s)[self.kept[t], t] for t in tiles])
+            assert s.dtype == dtype and s.shape == expected.shape
+            assert_within(s, expected, (1.01 * ROUNDOFF[dtype] + 1e-5) * expected.abs() + 2**-24)
+        if out.de is not None:
+            assert_close(out.de, kept @ self.c[self.order].double(), tolerance)
+            lost = in_tiles(self.s - self.s.to(dtype).double()).sum(2).T * 1024  # [T, M]
+            mine = torch.zeros_like(self.kept)
+            mine[tiles.start : tiles.stop] = self.kept[tiles.start : tiles.stop]
+            assert (out.tail[~mine] == 7).all()
+            if dtype != torch.float32:
+                assert_close(
+                    out.tail[mine], lost[mine], 0.1
+                )  # where S lies across a rounding boundary it is an ulp apart
+        inside = slice(tiles.start * TILE, min(tiles.stop * TILE, V))
+        sizes = torch.full((self.T,), TILE, device=DEVICE).index_fill(
+            0, torch.tensor(self.T - 1, device=DEVICE), V - TILE * (self.T - 1)
+        )
+        if out.dc is not None:
+            dc = kept.T @ self.e.double() + (self.tail_dc.double() / sizes[:, None]).repeat_interleave(TILE, 0)[:V]
+            if mean:
+                dc += out.mean_weight.double()[self.order, None] * out.mean_e.double()
+            dc *= scale or 1
+            assert_close(out.dc[self.order][inside], dc[inside], tolerance)
+            outside = torch.ones(V, dtype=torch.bool, device=DEVICE)
+            outside[inside] = False
+            assert out.dc[self.order][outside].isnan().all()
+        if out.dbias is not None:
+            bound = (1.01 * ROUNDOFF[dtype] + 1e-5) * kept.abs().sum(0)
+            assert_within(out.dbias[self.order][inside], kept.sum(0)[inside], bound[inside])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("with_bias", "softcap"), [(False, None), (True, None), (True, 1.5)])
+def test_pair_and_tile_gradient(dtype, with_bias, softcap):
+    Gathered(dtype=dtype, with_bias=with_bias, softcap=softcap).check()
+
+
+@pytest.mark.parametrize(("M", "D", "V"), [(1, 1, 1), (3, 13, TILE - 3), (70, 70, TILE)])
+def test_pair_and_tile_gradient_of_ragged_sizes(M, D, V):
+    Gathered(M, D, V, density=0.9).check()
+
+
+@pytest.mark.parametrize("want", ["e", "c", "b", "ec", "cb"])
+def test_pair_and_tile_gradient_make_only_what_is_wanted(want):
+    Gathered(dtype=torch.bfloat16, with_bias=True).check(want=want)
+
+
+@pytest.mark.parametrize("tiles", [range(0, 1), range(1, 3)], ids=str)
+def test_pair_and_tile_gradient_of_a_slab(tiles):
+    Gathered().check(tiles=tiles)
+
+
+def test_pair_and_tile_gradient_of_tiles_that_keep_nothing_or_everything():
+    g = Gathered()
+    g.kept[0], g.kept[1] = False, True
+    g.check()
+
+
+def test_tile_gradient_adds_label_smoothings_part_and_multiplies_by_the_scale():
+    Gathered(dtype=torch.float16).check(mean=True, scale=2.0**-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pair_and_tile_gradient_take_any_strides(layout):
+    g = Gathered()
+    g.e, g.c = layouts(g.e)[layout], layouts(g.c)[layout]
+    g.check()
+
+
+# ---------------------------------------------------------------------------------------------- logit_gradient, slab_gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("with_bias", "softcap"), [(False, None), (True, None), (True, 1.5)])
+def test_logit_gradient(dtype, with_bias, softcap):
+    """S, what rounding took from its rows, and its sum over tokens before rounding; V ragged."""
+    b = Backward(blocks_of("tile_lse").BLOCK_N + 3, 16, blocks_of("tile_lse").BLOCK_V + 6, dtype, with_bias, softcap)
+    s, lost, dbias = logit_gradient(
+        b.e, b.c, b.bias, b.targets, softcap, b.lse_rest, b.d_zy, b.d_rest, with_lost=True, with_bias=True
+    )
+    expected, is_target = b.s64()
+    expected = torch.where(is_target, b.d_zy.double()[:, None], expected)  # d_zy comes with the softcap's slope
+    assert s.dtype == dtype and descriptors_supported(s)
+    assert_within(s, expected, (1.01 * ROUNDOFF[dtype] + 1e-5) * expected.abs() + 2**-24)
+    assert_within(lost, (expected - s.double()).sum(1), 2**-18 * expected.abs().sum(1))
+    assert_within(dbias, expected.sum(0), 2**-18 * expected.abs().sum(0))
+
+
+def test_logit_gradient_of_a_slab_whose_targets_are_elsewhere():
+    """Targets are rows of the slab; in another slab they may be negative, or a column of this one's padding."""
+    b = Backward(7, 16, 70)
+    b.targets[:] = torch.tensor([-1, -2, 70, 1000, -50, 5, 6])
+    b.d_zy[:5] = NAN
+    s, lost, dbias = logit_gradient(
+        b.e, b.c, None, b.targets, None, b.lse_rest, b.d_zy, b.d_rest, with_lost=False, with_bias=False
+    )
+    assert_close(s, b.s64()[0], 1e-5)
+    assert lost is None and dbias is None
+
+
+def test_logit_gradient_where_no_other_class_can_be():
+    b = Backward(5, 16, 1)
+    assert (b.lse_rest == -INF).all()
+    s, _, _ = logit_gradient(b.e, b.c, None, b.targets, None, b.lse_rest, b.d_zy, b.d_rest, False, False)
+    assert torch.equal(s[:, 0], b.d_zy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("with_order", "mean", "scale"), [(False, False, None), (True, True, 2.0**-3)])
+@pytest.mark.parametrize(("M", "K", "D"), [(5, 6, 3), (70, 70, 66)])
+def test_slab_gradient(dtype, with_order, mean, scale, M, K, D):
+    V, first = 90, 10
+    s, e = aligned(randn(M, K, dtype=dtype)), aligned(randn(M, D, seed=1, dtype=dtype))
+    order = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:K].to(DEVICE) if with_order else None
+    home = torch.arange(first, first + K, device=DEVICE) if order is None else order
+    weight, mean_e = (randn(V, seed=2), randn(D, seed=3)) if mean else (None, None)
+    dc = torch.full((V, D), NAN, dtype=dtype, device=DEVICE)
+    slab_gradient(s, e, order, first, weight, mean_e, None if scale is None else torch.tensor(scale, device=DEVICE), dc)
+    expected = s.double().T @ e.double()
+    if mean:
+        expected += weight[home, None].double() * mean_e.double()
+    expected *= scale or 1
+    assert_within(dc[home], expected, ROUNDOFF[dtype] * expected.abs() + 2**-20 * M)
+    assert dc.isnan().all(1).sum() == V - K
+
+
+# ---------------------------------------------------------------------------------------------- target_facts
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [[3, -100, 5], [-100], [-100, -7, 2**40], [0], list(range(5000)), [-100] * 2048 + [9]],
+    ids=["some", "none", "out of range", "one", "several blocks", "in the second block"],
+)
+def test_target_facts(targets):
+    counted = [t for t in targets if t != -100]
+    facts = target_facts(torch.tensor(targets, device=DEVICE), -100)
+    assert facts.tolist() == [len(counted), min([*counted, 0]), max([*counted, 0])]
+
+
+def test_target_facts_of_every_second_target():
+    assert target_facts(torch.arange(10, device=DEVICE)[1::2], 5).tolist() == [4, 0, 9]
 
 
 # ---------------------------------------------------------------------------------------------- common pieces

@@ -19,7 +19,7 @@ from cce import loss as loss_module
 from cce.bench import peak_memory
 
 FLOAT32, FLOAT16, BFLOAT16, FLOAT64 = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-KERNELS = ("cce_exact", "cce")  # the latter tested with filter_eps=None wherever exactness is asked
+KERNELS = ("cce_exact", "cce", "gather")  # the last two tested with filter_eps=None wherever exactness is asked
 ALL = ("naive", "checkpoint", "chunked", *KERNELS)
 
 
@@ -28,7 +28,7 @@ def name_of(x):
 
 
 def exact(impl):
-    return {"impl": impl, "filter_eps": None} if impl == "cce" else {"impl": impl}
+    return {"impl": impl, "filter_eps": None} if impl in ("cce", "gather") else {"impl": impl}
 
 
 @pytest.fixture(params=ALL)
@@ -36,9 +36,9 @@ def impl(request):
     return exact(request.param)
 
 
-@pytest.fixture(params=["chunked", "cce_exact"])
+@pytest.fixture(params=["chunked", "cce_exact", "gather"])
 def fast(request):
-    return {"impl": request.param}
+    return exact(request.param)
 
 
 @pytest.fixture
@@ -107,6 +107,12 @@ KERNEL_CASES = [
     ("cce_exact", FLOAT32, (33, 37, 70), "everything"),
     ("cce_exact", FLOAT16, (40, 65, 24), "everything"),
     ("cce", BFLOAT16, (64, 37, 24), "everything"),
+    ("gather", BFLOAT16, (40, 70, 24), "plain"),
+    ("gather", FLOAT32, (33, 65, 7), "bias"),
+    ("gather", FLOAT16, (33, 65, 7), "sum"),
+    ("gather", BFLOAT16, (33, 37, 70), "none"),
+    ("gather", FLOAT32, (40, 37, 24), "softcap"),
+    ("gather", FLOAT16, (40, 65, 24), "everything"),
 ]
 
 
@@ -118,10 +124,11 @@ def test_kernels(impl_name, dtype, shape, option, device):
 
 @pytest.mark.parametrize("option", ["bias", "ignored", "softcap", "weight", "none"])
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=name_of)
-def test_filter_of_zero_is_exact(dtype, option, device):
+@pytest.mark.parametrize("impl_name", ["cce", "gather"])
+def test_filter_of_zero_is_exact(impl_name, dtype, option, device):
     """No softmax is below 0: the sorted vocabulary, its slabs and the way back to dc's and dbias's rows, with nothing dropped."""
     inputs, options = build((33, 70, 7), dtype, device, **OPTIONS[option])
-    check(*inputs, impl="cce", filter_eps=0.0, **options)
+    check(*inputs, impl=impl_name, filter_eps=0.0, **options)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=name_of)
@@ -155,7 +162,7 @@ def test_filter_drops_no_more_than_eps_of_softmax_an_entry(device):
 
 
 @pytest.mark.parametrize("shift", [0, False, True, 1, 3])
-@pytest.mark.parametrize("impl_name", ["naive", "chunked", "cce_exact"])
+@pytest.mark.parametrize("impl_name", ["naive", "chunked", "cce_exact", "gather"])
 def test_shift(impl_name, shift, device):
     """e[..., t] is scored against targets[..., t + shift]."""
     k = int(shift)
@@ -291,7 +298,7 @@ def test_second_derivative_is_an_error(fast, reduction, device):
     assert not gradient.requires_grad
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "cut"])
+@pytest.mark.parametrize("algorithm", ["chunked", "cut", "gather"])
 def test_primitive_takes_an_expanded_upstream_gradient(algorithm, device):
     """sum().backward() sends a scalar expanded to [M], of stride 0."""
     e, c, targets = problem(33, 37, 8, FLOAT32, device)
@@ -364,7 +371,7 @@ def test_gradients_have_the_inputs_values_at_any_layout(fast, device):
 
 
 @pytest.mark.parametrize("kind", checks.INTEGERS, ids=name_of)
-@pytest.mark.parametrize("impl_name", ["naive", "chunked", "cce_exact"])
+@pytest.mark.parametrize("impl_name", ["naive", "chunked", "cce_exact", "gather"])
 def test_integer_dtypes_of_targets(impl_name, kind, device):
     e, c, targets = problem(9, 37, 8, FLOAT32, device)
     want = linear_cross_entropy(e, c, targets, impl="naive", ignore_index=5)
@@ -605,17 +612,29 @@ def test_auto_on_a_cpu_is_chunked():
 
 
 def test_auto_by_gpu(monkeypatch):
-    monkeypatch.setattr(loss_module, "_kernels_run", lambda device, dtype: True)
+    monkeypatch.setattr(loss_module, "_kernels_run", lambda device, dtype, impl: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
     gpu = lambda dtype=BFLOAT16: types.SimpleNamespace(dtype=dtype, is_cuda=True, device=torch.device("cuda"))
-    for capability, want in {(7, 5): "chunked", (8, 0): "cce_exact", (9, 0): "cce_exact", (12, 0): "cce_exact"}.items():
+    for capability, fast in {(7, 5): False, (8, 0): True, (9, 0): True, (12, 0): True}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, value=capability: value)
-        assert chosen(gpu(), None) == want
+        for dtype, want in {BFLOAT16: "gather", FLOAT16: "gather", FLOAT32: "cce_exact"}.items():
+            assert chosen(gpu(dtype), None) == (want if fast else "chunked")
     assert chosen(gpu(FLOAT64), None) == "chunked"
     assert chosen(gpu(), None, smoothed_softcap=2.0) == "chunked"
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert chosen(gpu(), None) == "chunked"
+
+
+def test_auto_tries_the_implementation_that_it_would_choose(monkeypatch):
+    tried = []
+    monkeypatch.setattr(loss_module, "_kernels_run", lambda device, dtype, impl: tried.append((dtype, impl)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    for dtype in (BFLOAT16, FLOAT32):
+        chosen(types.SimpleNamespace(dtype=dtype, is_cuda=True, device=torch.device("cuda")), None)
+    assert tried == [(BFLOAT16, "gather"), (FLOAT32, "cce_exact")]
 
 
 @pytest.fixture
@@ -623,7 +642,7 @@ def broken_kernels(monkeypatch):
     real = loss_module._primitive
 
     def primitive(impl):
-        if impl.startswith("cce"):
+        if impl.startswith("cce") or impl == "gather":
             raise RuntimeError("no C compiler here")
         return real(impl)
 
@@ -638,15 +657,16 @@ def test_auto_falls_back_with_one_warning(broken_kernels, device):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            assert not loss_module._kernels_run(device, FLOAT32)
+            assert not loss_module._kernels_run(device, FLOAT32, "cce_exact")
     ours = [w for w in caught if "impl=" in str(w.message)]
     assert len(ours) == 1 and "no C compiler here" in str(ours[0].message) and "chunked" in str(ours[0].message)
 
 
-def test_explicit_kernels_raise(broken_kernels, device):
+@pytest.mark.parametrize("impl_name", ["cce", "gather"])
+def test_explicit_kernels_raise(impl_name, broken_kernels, device):
     e, c, targets = problem(9, 37, 8, FLOAT32, device)
     with pytest.raises(RuntimeError, match="no C compiler here"):
-        linear_cross_entropy(e, c, targets, impl="cce")
+        linear_cross_entropy(e, c, targets, impl=impl_name)
 
 
 def test_auto_does_not_remember_what_it_could_not_try(broken_kernels, monkeypatch):
@@ -655,18 +675,19 @@ def test_auto_does_not_remember_what_it_could_not_try(broken_kernels, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     e = types.SimpleNamespace(dtype=BFLOAT16, is_cuda=True, device=torch.device("cuda"))
-    assert chosen(e, None) == "cce_exact"
+    assert chosen(e, None) == "gather"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.warns(RuntimeWarning, match="kernels do not run"):
         assert chosen(e, None) == "chunked"
 
 
-def test_kernels_run_here(monkeypatch, device):
+@pytest.mark.parametrize("impl_name", ["cce_exact", "gather"])
+def test_kernels_run_here(impl_name, monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     loss_module._kernels_run.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="cce:")
-        assert loss_module._kernels_run(device, BFLOAT16)
+        assert loss_module._kernels_run(device, BFLOAT16, impl_name)
 
 
 # ------------------------------------------------------------------------- under torch.compile or CUDA capture
@@ -721,7 +742,7 @@ def test_captured_path_does_not_synchronise(impl_name, reduction, captured, devi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl_name", ["naive", "chunked", "cce_exact"])
+@pytest.mark.parametrize("impl_name", ["naive", "chunked", "cce_exact", "gather"])
 def test_cuda_graph(impl_name, device):
     """Captured once, replayed on other values, with other targets ignored."""
     e, c, targets = problem(70, 130, 64, BFLOAT16, device, ignored=0.3)

@@ -58,7 +58,7 @@ def on_two_ranks(impl):
         return list(zip(results[0], results[1], strict=True))
 
 
-@pytest.mark.parametrize("impl", ["chunked", "cce_exact"])
+@pytest.mark.parametrize("impl", ["chunked", "cce_exact", "gather"])
 def test_two_shards_are_the_whole(impl):
     for (first, second), options in zip(on_two_ranks(impl), OPTIONS, strict=True):
         e, c, targets, bias, options = inputs(options)

@@ -1,5 +1,7 @@
 """Random problems against the oracle. Fixed seed, 200 examples in all; ten times as many under the `slow` marker."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -46,11 +48,11 @@ def problems(draw, dtypes, max_tokens, max_classes, max_width, softcap_with_smoo
     return inputs, options
 
 
-def judge(case, impl, device):
+def judge(case, impl, device, **settings):
     inputs, options = case
     move = lambda x: x.to(device) if isinstance(x, torch.Tensor) else x
     inputs, options = [move(x) for x in inputs], {name: move(x) for name, x in options.items()}
-    got, want = run(*inputs, impl=impl, **options), oracle(*inputs, **options)
+    got, want = run(*inputs, impl=impl, **settings, **options), oracle(*inputs, **options)
     assert_close_to_oracle(got, want, inputs[0].dtype)
     ignored = inputs[2] == -100
     assert not got.de[ignored].any()
@@ -76,6 +78,22 @@ def test_cce_exact(device, case):
     judge(case, "cce_exact", device)
 
 
+@fixed(15)
+@given(KERNELS)
+def test_gather(device, case):
+    judge(case, "gather", device, filter_eps=None)
+
+
+@fixed(15)
+@given(KERNELS)
+def test_gather_of_pairs_that_are_all_kept(device, case):
+    """filter_eps=0 drops what is exactly 0; no tile counts as crowded."""
+    from cce import gather
+
+    with mock.patch.multiple(gather, DENSE=2, MOSTLY_DENSE=2):
+        judge(case, "gather", device, filter_eps=0.0)
+
+
 @pytest.mark.slow
 @fixed(1700)
 @given(CHUNKED)
@@ -88,3 +106,20 @@ def test_chunked_at_length(device, case):
 @given(problems(DTYPES[:3], 40, 100, 70, softcap_with_smoothing=False))
 def test_cce_exact_at_length(device, case):
     judge(case, "cce_exact", device)
+
+
+@pytest.mark.slow
+@fixed(300)
+@given(problems(DTYPES[:3], 40, 100, 70, softcap_with_smoothing=False))
+def test_gather_at_length(device, case):
+    judge(case, "gather", device, filter_eps=None)
+
+
+@pytest.mark.slow
+@fixed(300)
+@given(problems(DTYPES[:3], 40, 100, 70, softcap_with_smoothing=False))
+def test_gather_of_pairs_that_are_all_kept_at_length(device, case):
+    from cce import gather
+
+    with mock.patch.multiple(gather, DENSE=2, MOSTLY_DENSE=2):
+        judge(case, "gather", device, filter_eps=0.0)

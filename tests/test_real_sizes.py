@@ -45,8 +45,8 @@ def test_against_float64(N, D, V, options, make):
     wide = [None if x is None else x.double() for x in (e, c, bias)]
     expected = loss_and_gradients(wide[0], wide[1], targets, wide[2], upstream, "chunked", options)
     max_z = max((x.float() @ c.float().T).abs().amax().item() for x in e.split(1024)) + 5 * (bias is not None)
-    for impl in ("cce_exact", "chunked"):
-        got = loss_and_gradients(e, c, targets, bias, upstream, impl, options)
+    for impl in ("cce_exact", "gather", "chunked"):
+        got = loss_and_gradients(e, c, targets, bias, upstream, impl, {**options, "filter_eps": None})
         for name, x, exact in zip(("loss", "de", "dc", "dbias"), got, expected, strict=False):
             if name == "loss":
                 # Tensor cores cut off what does not fit as they add 16 products at a time: up to 2^-23 of the sum so far, so 2^-24 |z|
@@ -65,7 +65,7 @@ def test_float32_products_are_not_tf32():
     expected = loss_and_gradients(e.double(), c.double(), targets, None, torch.ones((), device="cuda"), "chunked", {})
     torch.set_float32_matmul_precision("high")
     try:
-        for impl in ("cce_exact", "chunked"):
+        for impl in ("cce_exact", "gather", "chunked"):
             got = loss_and_gradients(e, c, targets, None, torch.ones((), device="cuda"), impl, {})
             for x, exact in zip(got, expected, strict=True):
                 assert (x.double() - exact).norm() / exact.norm() < 1e-5
@@ -84,7 +84,7 @@ def test_many_slabs_many_times():
             assert (x.double() - exact).norm() / exact.norm() < TOL[torch.bfloat16]
 
 
-@pytest.mark.parametrize("impl", ["cce", "cce_exact", "chunked"])
+@pytest.mark.parametrize("impl", ["cce", "cce_exact", "gather", "chunked"])
 def test_graph_capture(impl):
     """Nothing can be raised or compacted there: a bad target's loss is NaN, an ignored row leaves no trace even if e is NaN."""
     N, D, V = 300, 256, 5003
