@@ -22,6 +22,7 @@ LAST_STEPS = [
     ("07_gradient_filtering", ["vocabulary_order", "positions", "sort_vocabulary"], "cce.cut"),
     ("08_assembling_cce", ["Primitive"], "cce.autograd"),
     ("08_assembling_cce", ["TokenLoss"], "cce.loss"),
+    ("09_row_gathered_backward", ["pair_gradient_kernel"], "cce.kernels.gather_backward"),
 ]
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
