@@ -62,7 +62,7 @@ class State(NamedTuple):
     order: Tensor  # [V] int64: the classes by falling average logit
     position: Tensor  # [M] int64: where the targets are in that order
     mean_rows: Tensor  # [T, D]: the mean of each tile's rows of c
-    largest: Tensor  # max |c|, float32
+    largest: Tensor  # [D]: the largest |c| of each feature
 
 
 def empty_state(e: Tensor, c: Tensor, softcap: float | None) -> State:
@@ -72,7 +72,7 @@ def empty_state(e: Tensor, c: Tensor, softcap: float | None) -> State:
     new = lambda dtype, *shape: e.new_empty(shape, dtype=dtype)  # noqa: E731
     gain = new(torch.float16, *((0,) if softcap is None else (T, M)))
     return State(
-        new(torch.float16, T, M), gain, new(torch.int64, V), new(torch.int64, M), new(c.dtype, T, D), new(torch.float32)
+        new(torch.float16, T, M), gain, new(torch.int64, V), new(torch.int64, M), new(c.dtype, T, D), new(c.dtype, D)
     )
 
 
@@ -95,7 +95,7 @@ def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, pre
         log_share = torch.sub(tiles, lse_rest, out=torch.empty(tiles.shape, dtype=torch.float16, device=e.device))
         position = torch.where(targets >= 0, rank[targets.clamp(min=0)], targets)
         gain = log_share.new_empty(0) if gain is None else gain
-        state = State(log_share, gain, order, position, mean_rows, largest.amax())
+        state = State(log_share, gain, order, position, mean_rows, largest.amax(0))
     z_y = target_logit(e, c, targets, bias, softcap)
     return (z_y, lse_rest, mean_logit(e, c, bias, mean_weight)), state
 
@@ -111,7 +111,7 @@ def backward(
         scale = logit_gradient_scale(e.dtype, d_zy, d_rest, d_zbar)
         if scale is not None:
             d_zy, d_rest, d_zbar = (None if d is None else d / scale for d in (d_zy, d_rest, d_zbar))
-        mean_weight = None if mean_weight is None else mean_weight.float()
+        mean_weight = None if mean_weight is None else mean_weight.float().contiguous()
         captured = e.is_cuda and torch.cuda.is_current_stream_capturing()  # then the host cannot read a plan
         state = State(*state) if state and not captured else None
         p = Problem(

@@ -462,7 +462,7 @@ def test_case_19_mean_over_many_tokens(device):
 
 
 def test_an_outlier_in_the_classifier_costs_nothing(device):
-    """One huge entry in the row of a class that nobody predicts. Shares of de are multiples of 2^-22 of what the largest row could add."""
+    """One huge entry in the row of a class that nobody predicts. Shares of de are multiples of 2^-22 of the largest there could be."""
     e, c, targets = skewed(dtype=BFLOAT16, device=device, scale=2.0)
     e[:, 3] = e[:, 3].abs() + 0.1
     targets[targets == 7] = 8

@@ -7,9 +7,9 @@
 With softcap S is multiplied by its slope, 1 - (z / cap)²; d_zy comes with it.
 
 The shares of de meet in float32 atomics, which normally add in whatever order they arrive. Here the order does not matter, because no
-addition rounds: every share of token n's row is first rounded to a multiple of one power of two, chosen so that all sums of such shares
-fit float32's 24 bits (Demmel and Nguyen's reproducible summation, with one bin). With u = |d_zy| + |d_rest|, the mass of the token's row
-of S, no partial sum is larger than P = u · max|c| rounded up to a power of two, and the quantum is P · 2^-22.
+addition rounds: every share of de[n, d] is first rounded to a multiple of one power of two, chosen so that all sums of such shares fit
+float32's 24 bits (Demmel and Nguyen's reproducible summation, with one bin). With u = |d_zy| + |d_rest|, the mass of the token's row of
+S, no partial sum is larger than P = u · max_v |c[v, d]| rounded up to a power of two, and the quantum is P · 2^-22.
 """
 
 from typing import NamedTuple
@@ -79,14 +79,16 @@ def pair_gradient_kernel(
     if WANT_E:
         lost = tl.sum(s - rounded.to(tl.float32), 1) * unit  # what rounding took from the row: back at the tile's mean
         tl.store(tail_ptr + tile.to(tl.int64) * M + n, round_to(lost, tail_ptr.dtype.element_ty), mask=live)
-        per_quantum, q = quantum((tl.abs(d_zy) + tl.abs(d_rest)) * tl.load(largest_ptr))
+        size = tl.abs(d_zy) + tl.abs(d_rest)
         for start in range(0, D, OUT_D):
             out = start + tl.arange(0, OUT_D)
             out_ptrs = c_ptr + row[:, None] * stride_cv + out.to(tl.int64)[None, :] * stride_cd
             rows_of_c = tl.load(out_ptrs, mask=(v < V)[:, None] & (out < D)[None, :], other=0.0)
             share = dot(rounded, rows_of_c, tl.zeros((CHUNK, OUT_D), tl.float32))
             # Not by adding and subtracting a large number: Triton would let the product accumulate on it, and tensor cores truncate.
-            share = tl.floor(share * per_quantum[:, None] + 0.5) * q[:, None]
+            largest = tl.load(largest_ptr + out, mask=out < D, other=0.0).to(tl.float32)
+            per_quantum, q = quantum(size[:, None] * largest[None, :])
+            share = tl.floor(share * per_quantum + 0.5) * q
             places = de_ptr + n[:, None] * stride_de + out[None, :]
             tl.atomic_add(places, share, mask=live[:, None] & (out < D)[None, :], sem="relaxed")
 
@@ -158,7 +160,7 @@ def pair_gradient(
 ) -> Tensor:  # fmt: skip
     """Adds to out.de; returns S [pairs, TILE] in e's dtype, [0, TILE] if only de is wanted.
 
-    e [M, D], c [V, D] any strides; order [V], position [M] int64; largest: max |c|, a float32 scalar on the device.
+    e [M, D], c [V, D] any strides; order [V], position [M] int64; largest [D]: the largest |c| of each feature, in c's dtype.
     """
     (M, D), V = e.shape, c.shape[0]
     shape = blocks_for("pair_gradient", e)

@@ -1,4 +1,4 @@
-"""The classifier's rows in another order, and what the tail needs to know of each tile: its mean row (notebook 09).
+"""The classifier's rows in another order, and of each tile what the backward needs: its mean row, and its largest entries (notebook 09).
 
 Reads c once and writes it once: 4 V D bytes in 16 bits.
 """
@@ -31,8 +31,7 @@ def sort_rows_kernel(
     wide = c.to(tl.float32)
     mean = tl.sum(wide, 0) / min(TILE, V - tile * TILE)
     tl.store(mean_ptr + tile.to(tl.int64) * D + d, round_to(mean, mean_ptr.dtype.element_ty), mask=d < D)
-    largest = tl.max(tl.max(tl.abs(wide), 1), 0)
-    tl.store(largest_ptr + tile.to(tl.int64) * tl.num_programs(1) + block_d, largest)
+    tl.store(largest_ptr + tile.to(tl.int64) * D + d, tl.max(tl.abs(wide), 0), mask=d < D)
 
 
 class SortedRows(NamedTuple):
@@ -41,7 +40,7 @@ class SortedRows(NamedTuple):
     rows: Tensor  # [V, D]: c[order], for descriptors
     rank: Tensor  # [V] int64: where each class is in the order
     mean_rows: Tensor  # [T, D] in c's dtype: the mean of each tile's rows
-    largest: Tensor  # float32: max |c| of each block
+    largest: Tensor  # [T, D] in c's dtype: the largest |c| of each feature in a tile
 
 
 def sort_rows(c: Tensor, order: Tensor) -> SortedRows:
@@ -51,8 +50,8 @@ def sort_rows(c: Tensor, order: Tensor) -> SortedRows:
     rows = c.new_empty(V, cdiv(D, per_16_bytes) * per_16_bytes)[:, :D]
     BLOCK_D = min(128, power_of_2(D))
     grid = (cdiv(V, TILE), cdiv(D, BLOCK_D))
-    mean_rows = torch.empty(grid[0], D, dtype=c.dtype, device=c.device)
-    rank, largest = torch.empty_like(order), torch.empty(grid, device=c.device)
+    mean_rows, largest = c.new_empty(grid[0], D), c.new_empty(grid[0], D)
+    rank = torch.empty_like(order)
     sort_rows_kernel[grid](
         c, order, rank, rows, mean_rows, largest, V, D, *c.stride(), rows.stride(0), TILE=TILE, BLOCK_D=BLOCK_D
     )
