@@ -461,13 +461,28 @@ def test_case_19_mean_over_many_tokens(device):
     assert relative(tiny.dc * 2.0**6, plain.dc) < TOL[FLOAT16]  # dc has e's 64 in it
 
 
-def test_an_outlier_in_the_classifier_costs_nothing(device):
-    """One huge entry in the row of a class that nobody predicts. Shares of de are multiples of 2^-22 of the largest there could be."""
+def with_outlier(entry, device):
+    """One large entry in the row of a class that nobody predicts."""
     e, c, targets = skewed(dtype=BFLOAT16, device=device, scale=2.0)
     e[:, 3] = e[:, 3].abs() + 0.1
     targets[targets == 7] = 8
-    c[7, 3] = -4096
-    check_accuracy_rule(e, c, targets)
+    c[7, 3] = entry
+    return e, c, targets
+
+
+def test_an_outlier_in_the_classifier_costs_nothing(device):
+    check_accuracy_rule(*with_outlier(-64, device))
+
+
+def test_a_huge_outlier_costs_its_own_feature_only(device):
+    """Shares of de are multiples of 2^-22 of the largest that their feature could have; and the tile's mean has the outlier in it."""
+    inputs = with_outlier(-(2.0**20), device)
+    with mock.patch.multiple(gather, **PATHS["gathered"][0]):
+        got = run(*inputs, impl="gather")
+    want, naive = oracle(*inputs), run(*inputs, impl="naive")
+    error, theirs = ((x.de.double() - want.de).norm(dim=0) for x in (got, naive))
+    error[3] = theirs[3] = 0
+    assert error.norm() < theirs.norm()
 
 
 # ------------------------------------------------------------------------------------------- promises
