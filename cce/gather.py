@@ -40,18 +40,14 @@ DENSE = 0.4  # where tiles keep more of their tokens than this, all tokens toget
 MOSTLY_DENSE = 0.6  # where more than this of all pairs would be computed, all are
 UNIT = 1024.0  # tail masses are stored times this, out of float16's subnormal numbers
 CANDIDATES = 8  # thresholds tried, each the last one over sqrt(2), until little enough is dropped
-SLAB_SHARE, SLAB_BYTES = (
-    0.1,
-    112 << 20,
-)  # room for a slab's S and copy of c's rows: this share of the gradients' bytes, or this much
+SLAB_SHARE = 0.1  # of the gradients' bytes: room for a slab's S and copy of c's rows, or
+SLAB_BYTES = 112 << 20  # this much, if it is more
 SLAB_CLASSES = 8192  # at most: tensor cores truncate as they add, and between slabs de is added in float32
 PAIR_SHARE = 0.6  # of that room, for the S of kept pairs: the tail is there as well
 DE_SHARE = 0.25  # of the gradients' bytes: a float32 de beyond this is made in blocks of tokens
 LONG_BYTES = 56 << 20  # the room then
-BLOCK_SHARE, TOKENS = (
-    0.035,
-    1024,
-)  # tokens in such a block: in multiples of these, with this share of the gradients' bytes
+BLOCK_SHARE = 0.035  # of the gradients' bytes, for what such a block's tokens have in float32 and in the map of masses;
+TOKENS = 1024  # it has a multiple of these
 
 
 class State(NamedTuple):
@@ -292,9 +288,7 @@ class Sums(NamedTuple):
     dc: Tensor | None  # [V, D] in c's dtype, finished tile by tile
     dbias: Tensor | None  # [V] float32, over scale
     mean_e: Tensor | None  # [D] float32, over scale: with label smoothing dc[v] += mean_weight[v] * mean_e
-    residual: (
-        Tensor | None
-    )  # [M] float32, over scale: what rounding S took from the rows of slabs; goes back at c's mean row
+    residual: Tensor | None  # [M] float32, over scale: what rounding S took from slabs' rows; goes back at c's mean row
 
     def finish(self, p: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         de, dbias = self.de, self.dbias
@@ -308,15 +302,19 @@ class Sums(NamedTuple):
                 de.addr_(p.d_zbar, weighted_row_sum(p.c, p.mean_weight))
             if dbias is not None:
                 dbias += p.mean_weight * p.d_zbar.sum()
-        scaled = lambda x, dtype: (
-            x.to(dtype) if p.scale is None else torch.mul(x, p.scale, out=x.new_empty(x.shape, dtype=dtype))
-        )  # noqa: E731
+
+        def scaled(x: Tensor, dtype: torch.dtype) -> Tensor:
+            return x.to(dtype) if p.scale is None else torch.mul(x, p.scale, out=x.new_empty(x.shape, dtype=dtype))
+
         de = None if de is None else scaled(de, p.e.dtype)
         return de, self.dc, None if dbias is None else scaled(dbias, p.bias.dtype)
 
 
 class Tail:
-    """The mass of the dropped pairs, put back as the tile's mean: [T, M] times UNIT, and its parts of dc and dbias."""
+    """The mass of the dropped pairs, put back at the tile's mean: [T, M] times UNIT, and its parts of dc and dbias.
+
+    A kept pair's place in `mass` is 0, until pair_gradient writes there what rounding took from the pair's row of S.
+    """
 
     def __init__(self, p: Problem, plan: Plan, sums: Sums):
         T = len(p.state.log_share)

@@ -6,57 +6,17 @@ The yardstick is the logits GEMM, `torch.mm(e, c.T)` into a buffer of e's dtype,
 or the call and `.backward()` with gradients None before it; nothing is kept between calls.
 """
 
-import argparse
-import datetime
-import json
-import pathlib
-import platform
-import subprocess
 import time
 
 import torch
-import triton
 from tqdm import tqdm
 
 from cce.bench import exact
 from cce.bench.contenders import FACTORIES, load
-from cce.bench.inputs import INPUTS
+from cce.bench.inputs import INPUTS, SHAPES
 from cce.bench.memory import peak_memory
+from cce.bench.program import Parser, save
 from cce.bench.timing import interleaved
-
-DATA = pathlib.Path(__file__).parents[2] / "figures" / "data"
-SHAPES = ["4096,4096,128256", "8192,2304,256000"]  # N, D, V: Llama 3 8B, Gemma 2 2B
-
-
-def environment() -> dict:
-    """What a stored measurement must say about where it comes from."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=DATA.parent)
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
-    }
-
-
-def save(name: str, **measured) -> None:
-    """Writes figures/data/name.json: the environment, and what was measured in it."""
-    DATA.mkdir(parents=True, exist_ok=True)
-    path = DATA / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **measured}, indent=1) + "\n")
-    print(f"saved {path.relative_to(DATA.parents[1])}")
-
-
-def _cpu_name() -> str:
-    """The processor's name where Linux tells it, and the threads that PyTorch uses."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def measure(input_name: str, shape: tuple[int, int, int], names: list[str], repeats: int, seed: int) -> dict:
@@ -135,22 +95,20 @@ def table(run: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m cce.bench", description=__doc__.split("\n")[0])
+    parser = Parser("cce.bench", __doc__)
     parser.add_argument("--shape", nargs="+", default=SHAPES, metavar="N,D,V")
     parser.add_argument("--inputs", nargs="+", default=list(INPUTS), choices=list(INPUTS))
     parser.add_argument("--contenders", nargs="+", default=list(FACTORIES), choices=list(FACTORIES))
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", metavar="NAME", help="write figures/data/NAME.json")
-    options = parser.parse_args()
+    options = parser.parse(needs_gpu=False)
     runs = []
     for shape in options.shape:
         N, D, V = map(int, shape.split(","))
         for name in options.inputs:
             runs.append(measure(name, (N, D, V), options.contenders, options.repeats, options.seed))
             print(table(runs[-1]), end="\n\n", flush=True)
-    if options.save:
-        save(options.save, runs=runs)
+    save(options.save, runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """python -m cce.bench.accumulation: the backward's sums under the paper's locks against the GPU's float32 reductions.
 
-Writes figures/data/accumulation.json; `cce.kernels.blocks.under_locks` rests on it.
+Needs a GPU: the interpreter always uses the locks. `cce.kernels.blocks.under_locks` rests on figures/data/accumulation.json.
 """
 
-import torch
-
 from cce import linear_cross_entropy
-from cce.bench.__main__ import SHAPES, save
-from cce.bench.inputs import INPUTS
+from cce.bench.inputs import INPUTS, SHAPES
+from cce.bench.program import Parser, save
 from cce.bench.timing import interleaved
 from cce.kernels import backward
 
@@ -37,7 +35,10 @@ def measure(repeats: int = 5) -> list[dict]:
     return runs
 
 
+def main() -> None:
+    options = Parser("cce.bench.accumulation", __doc__).parse(needs_gpu=True)
+    save(options.save, runs=measure())
+
+
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a GPU: the interpreter always uses the locks")
-    save("accumulation", runs=measure())
+    main()

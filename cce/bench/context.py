@@ -3,12 +3,10 @@
 Trained-like inputs of Gemma 2's head. Writes figures/data/NAME.json.
 """
 
-import argparse
-
 from cce import linear_cross_entropy
-from cce.bench.__main__ import save
 from cce.bench.inputs import trained_like
 from cce.bench.memory import peak_memory
+from cce.bench.program import Parser, save
 from cce.bench.timing import interleaved
 
 
@@ -48,14 +46,12 @@ def measure(tokens: list[int], D: int, V: int, repeats: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m cce.bench.context", description=__doc__.split("\n")[0])
+    parser = Parser("cce.bench.context", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 131072, 262144])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--save", metavar="NAME", help="write figures/data/NAME.json")
-    options = parser.parse_args()
+    options = parser.parse(needs_gpu=True)
     runs = measure(options.tokens, 2304, 256000, options.repeats)
-    if options.save:
-        save(options.save, runs=runs)
+    save(options.save, runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """python -m cce.bench.figures: draws figures/*.svg and the README's table from the stored measurements. No GPU needed."""
 
+import argparse
 import json
 import pathlib
 
@@ -115,6 +116,7 @@ def draw(measurement: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m cce.bench.figures", description=__doc__).parse_args()
     for measurement in ("cut", "gather"):
         draw(measurement)
     readme = ROOT / "README.md"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Problem = tuple[Tensor, Tensor, Tensor]
+SHAPES = ["4096,4096,128256", "8192,2304,256000"]  # N, D, V: Llama 3 8B, Gemma 2 2B
 
 
 def random(N: int, D: int, V: int, device="cuda", dtype=torch.bfloat16, seed: int = 0) -> Problem:

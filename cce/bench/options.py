@@ -4,13 +4,11 @@ Trained-like inputs of the two standard shapes. A softcap of 30 flattens their s
 `crowded` and `gathered` say how much is computed. Writes figures/data/NAME.json.
 """
 
-import argparse
-
 import torch
 
 from cce import gather, linear_cross_entropy
-from cce.bench.__main__ import SHAPES, save
-from cce.bench.inputs import trained_like
+from cce.bench.inputs import SHAPES, trained_like
+from cce.bench.program import Parser, save
 from cce.bench.timing import interleaved
 
 
@@ -45,13 +43,11 @@ def measure(shape: tuple[int, int, int], repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m cce.bench.options", description=__doc__.split("\n")[0])
+    parser = Parser("cce.bench.options", __doc__)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--save", metavar="NAME", help="write figures/data/NAME.json")
-    options = parser.parse_args()
+    options = parser.parse(needs_gpu=True)
     runs = [measure(tuple(map(int, shape.split(","))), options.repeats) for shape in SHAPES]
-    if options.save:
-        save(options.save, runs=runs)
+    save(options.save, runs=runs)
 
 
 if __name__ == "__main__":

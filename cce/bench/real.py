@@ -9,7 +9,6 @@ FILE is a .npy with token ids, one dimension of any integer dtype, or a .npz tha
 was trained on and for held-out ones; each is measured beside the two synthetic inputs of `cce.bench.inputs`.
 """
 
-import argparse
 import contextlib
 import functools
 import re
@@ -25,9 +24,9 @@ from tqdm import tqdm
 
 from cce import cut, gather, linear_cross_entropy
 from cce.bench import exact
-from cce.bench.__main__ import save
 from cce.bench.contenders import naive
 from cce.bench.inputs import INPUTS
+from cce.bench.program import Parser, save
 from cce.bench.timing import interleaved
 from cce.kernels.blocks import blocks_for
 
@@ -314,12 +313,11 @@ def memorised(e: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m cce.bench.real", description=__doc__.split("\n")[0])
+    parser = Parser("cce.bench.real", __doc__)
     parser.add_argument("--tokens", metavar="FILE", help="token ids (.npy or .npz); without it the small mode")
     parser.add_argument("--seconds", type=float, help="of training; 300, or 20 in the small mode")
     parser.add_argument("--what", choices=("filter", "gather"), default="filter", help="what is measured")
-    parser.add_argument("--save", metavar="NAME", help="write figures/data/NAME.json")
-    options = parser.parse_args()
+    options = parser.parse(needs_gpu=False)
     if options.tokens and not CUDA:
         parser.error("--tokens needs a GPU; without it, the small mode runs on any machine")
     full = options.tokens is not None

@@ -4,15 +4,13 @@ The trained-like hidden states are scaled by factors from 0.05 (nearly uniform) 
 figures/data/sharpness.json.
 """
 
-import argparse
-
 import torch
 
 from cce import gather, linear_cross_entropy
 from cce.bench import exact
-from cce.bench.__main__ import save
 from cce.bench.contenders import load
 from cce.bench.inputs import trained_like
+from cce.bench.program import Parser, save
 from cce.bench.timing import interleaved
 
 FACTORS = [0.05, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5]
@@ -62,15 +60,13 @@ def measure(shape: tuple[int, int, int], factors: list[float], names: list[str],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m cce.bench.sharpness", description=__doc__.split("\n")[0])
+    parser = Parser("cce.bench.sharpness", __doc__)
     parser.add_argument("--shape", default="8192,2304,256000", metavar="N,D,V")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--save", metavar="NAME", help="write figures/data/NAME.json")
-    options = parser.parse_args()
+    options = parser.parse(needs_gpu=False)
     shape = tuple(map(int, options.shape.split(",")))
     points = measure(shape, FACTORS, ["naive", "torch.compile", "gather"], options.repeats)
-    if options.save:
-        save(options.save, N=shape[0], D=shape[1], V=shape[2], points=points)
+    save(options.save, N=shape[0], D=shape[1], V=shape[2], points=points)
 
 
 if __name__ == "__main__":

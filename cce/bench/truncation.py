@@ -1,14 +1,15 @@
 """python -m cce.bench.truncation: how the tensor cores round the logits, and what of it stays in the loss.
 
 Errors of z_y, lse_rest and the per-token loss against float64 logits of the same bfloat16 inputs, in units of u = 2^-24 max|z|, by D.
-Writes figures/data/truncation.json; the tolerance of tests/test_real_sizes.py and the shape of cce.kernels.target_logit rest on it.
+Needs a GPU. The tolerance of tests/test_real_sizes.py and the shape of cce.kernels.target_logit rest on
+figures/data/truncation.json.
 """
 
 import torch
 import torch.nn.functional as F
 
-from cce.bench.__main__ import save
 from cce.bench.inputs import INPUTS
+from cce.bench.program import Parser, save
 from cce.kernels.lse_forward import lse_forward
 from cce.kernels.target_logit import target_logit
 
@@ -34,10 +35,11 @@ def measure(name: str, N: int, D: int, V: int) -> dict:
 
 
 def main() -> None:
+    options = Parser("cce.bench.truncation", __doc__).parse(needs_gpu=True)
     runs = [measure(name, 8192, D, 32000) for D in (1024, 2304, 4096, 5120, 8192) for name in INPUTS]
     for run in runs:
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in run.items()})
-    save("truncation", runs=runs)
+    save(options.save, runs=runs)
 
 
 if __name__ == "__main__":
