@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cce.cut import check_device, dense, mean_logit, rows_of, vocabulary_order
@@ -29,12 +28,13 @@ from cce.kernels.blocks import blocks_for
 from cce.kernels.descriptors import aligned
 from cce.kernels.gather_backward import Outputs, Pairs, pair_gradient, tile_gradient
 from cce.kernels.logit_gradient import logit_gradient
-from cce.kernels.pair_plan import count_pairs, list_pairs, tail_mass
+from cce.kernels.pair_plan import count_pairs, list_pairs, plan_tiles, tail_mass
 from cce.kernels.slab_gradient import slab_gradient
 from cce.kernels.sort_rows import SortedRows, sort_rows
 from cce.kernels.target_logit import target_logit
 from cce.kernels.tile_lse import TILE, tile_lse
-from cce.precision import add_product, ieee_float32, logit_gradient_scale, weighted_row_sum
+from cce.kernels.upstream import upstream
+from cce.precision import add_product, ieee_float32, weighted_row_sum
 
 DENSE = 0.4  # where tiles keep more of their tokens than this, all tokens together cost less than those
 MOSTLY_DENSE = 0.6  # where more than this of all pairs would be computed, all are
@@ -104,24 +104,23 @@ def backward(
         targets, bias, d_zy, d_rest = dense(targets, bias, d_zy, d_rest)
         if softcap is not None:  # the chain rule's factor of the target's logit; 0 stays 0, where z_y is NaN
             d_zy = torch.where(d_zy == 0, 0, d_zy * (1 - (z_y / softcap).square()))
-        scale = logit_gradient_scale(e.dtype, d_zy, d_rest, d_zbar)
-        if scale is not None:
-            d_zy, d_rest, d_zbar = (None if d is None else d / scale for d in (d_zy, d_rest, d_zbar))
         mean_weight = None if mean_weight is None else mean_weight.float().contiguous()
+        total_weight = None if d_zbar is None else mean_weight.sum()
+        candidates = 1 if block_filter.most is None else CANDIDATES
+        d = upstream(d_zy, d_rest, d_zbar, total_weight, e.dtype != torch.float32, block_filter.eps or 0.0, candidates)
         captured = e.is_cuda and torch.cuda.is_current_stream_capturing()  # then the host cannot read a plan
         state = State(*state) if state and not captured else None
-        p = Problem(
-            e, c, targets, bias, softcap, mean_weight, lse_rest, d_zy, d_rest, d_zbar, scale, *sizes(e, c), state
-        )
-        if state is not None:
-            p = p._replace(threshold=choose_threshold(p, block_filter.eps, block_filter.most))
+        p = Problem(e, c, targets, bias, softcap, mean_weight, lse_rest, *d[:4], *sizes(e, c), state)
+        plan = None if state is None else Plan(p, d.thresholds, block_filter.most, d.total)
         want_e, want_c, want_bias = wanted
         if not want_e or p.block >= len(e):
-            return one_pass(p, wanted)
-        _, dc, dbias = one_pass(p, (False, want_c, want_bias)) if want_c or want_bias else (None, None, None)
+            return one_pass(p, plan, wanted)
+        _, dc, dbias = one_pass(p, plan, (False, want_c, want_bias)) if want_c or want_bias else (None, None, None)
         de = torch.empty(e.shape, dtype=e.dtype, device=e.device)
         for rows in p.blocks():
-            de[rows] = one_pass(p.tokens(rows), (True, False, False))[0]
+            q = p.tokens(rows)
+            of_block = None if plan is None else Plan(q, plan.threshold, None, d.total)
+            de[rows] = one_pass(q, of_block, (True, False, False))[0]
         return de, dc, dbias
 
 
@@ -151,7 +150,6 @@ class Problem(NamedTuple):
     block: int  # tokens at a time where something has a number per token and tile, or a float32 row per token
     room: int  # bytes for a slab
     state: State | None
-    threshold: Tensor | None = None  # [1]
 
     def blocks(self) -> list[slice]:
         return [slice(first, first + self.block) for first in range(0, len(self.e), self.block)]
@@ -166,45 +164,29 @@ class Problem(NamedTuple):
         return self._replace(state=state, **{name: None if x is None else x[rows] for name, x in vectors.items()})
 
 
-def choose_threshold(p: Problem, eps: float, most: float | None) -> Tensor:
-    """[1] on the device: eps · R, or the first of eps · R / sqrt(2)^k that drops at most this share of the gradient mass."""
-    largest = p.d_zy.abs() + p.d_rest.abs()
-    if p.d_zbar is not None:
-        largest += p.d_zbar.abs() * p.mean_weight.sum()
-    top = eps * largest.square().mean().sqrt()
-    if most is None:
-        return top[None]
-    thresholds = top * 2 ** (-0.5 * torch.arange(CANDIDATES, device=p.e.device))
-    _, dropped = count_pairs(p.state.log_share, p.d_rest, p.state.position, thresholds)
-    little = dropped.sum(1) <= most * p.d_rest.abs().sum()
-    return torch.where(little, thresholds, -1).amax(0, keepdim=True)  # nothing is under -1
-
-
 class Plan:
     """Where the crowded tiles end, and where the kept pairs of the others are; on the device and, after wait(), here.
 
     The vocabulary is sorted, so the crowded tiles come first: those before `first_tile` are computed for all tokens. It is where the
-    sum of (kept pairs - DENSE · M) over the tiles before it is largest.
+    sum of (kept pairs - DENSE · M) over the tiles before it is largest. The threshold is the first of the given ones that drops at most
+    the share `most` of the total gradient mass.
     """
 
-    def __init__(self, p: Problem):
+    def __init__(self, p: Problem, thresholds: Tensor, most: float | None, total: Tensor):
         self.p, (T, M) = p, p.state.log_share.shape
         self.chunk = blocks_for("pair_gradient", p.e).BLOCK_N
         self.capacity = max(int(PAIR_SHARE * p.room) // (TILE * p.e.element_size()), M)
-        count = count_pairs(p.state.log_share, p.d_rest, p.state.position, p.threshold)[0][0]
-        gain = (count - round(DENSE * M)).cumsum(0)
-        self.first_tile = torch.where(gain.amax() > 0, gain.argmax() + 1, 0)
-        kept = torch.where(torch.arange(T, device=count.device) < self.first_tile, 0, count)
-        starts = F.pad(torch.stack((kept, (kept + self.chunk - 1) // self.chunk)).cumsum(1), (1, 0)).int()
-        self.pair_start, self.chunk_start = starts
-        self._copy = HostCopy(torch.cat((starts.flatten(), self.first_tile[None].int())))
+        counted = count_pairs(p.state.log_share, p.d_rest, p.state.position, thresholds)
+        self.threshold, plan = plan_tiles(*counted, thresholds, total, most, M, round(DENSE * M), self.chunk)
+        self.pair_start, self.chunk_start, self.first_tile = plan.split((T + 1, T + 1, 1))
+        self._copy = HostCopy(plan)
         self._first = self._list(range(T))  # before the host knows how many
 
     def _list(self, tiles: range) -> tuple[Tensor, Tensor]:
         p = self.p
         starts = self.pair_start, self.chunk_start
         return list_pairs(
-            p.state.log_share, p.d_rest, p.state.position, p.threshold, *starts, tiles, self.capacity, self.chunk
+            p.state.log_share, p.d_rest, p.state.position, self.threshold, *starts, tiles, self.capacity, self.chunk
         )
 
     def wait(self) -> None:
@@ -241,7 +223,7 @@ def observed():
 _observers: list[list[dict]] = []
 
 
-def observe(p: Problem, plan: "Plan", tail: "Tail") -> None:
+def observe(p: Problem, plan: Plan, tail: "Tail") -> None:
     T, M = p.state.log_share.shape
     gathered, crowded = int(plan.pairs_before[-1]) / (T * M), plan.tiles.start / T
     dropped = 0.0 if tail.mass is None else (tail.mass.float().abs().sum() / (UNIT * p.d_rest.abs().sum())).item()
@@ -252,7 +234,7 @@ def observe(p: Problem, plan: "Plan", tail: "Tail") -> None:
         plans.append(shares)
 
 
-def one_pass(p: Problem, wanted) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def one_pass(p: Problem, plan: Plan | None, wanted) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients with a float32 de for all tokens of p."""
     (M, D), V = p.e.shape, len(p.c)
     want_e, want_c, want_bias = wanted
@@ -263,16 +245,15 @@ def one_pass(p: Problem, wanted) -> tuple[Tensor | None, Tensor | None, Tensor |
         weighted_row_sum(p.e, p.d_zbar) if want_c and p.d_zbar is not None else None,
         torch.zeros(M, device=p.e.device) if want_e and p.e.dtype != torch.float32 else None,
     )
-    if p.state is None:
+    if plan is None:
         add_all(p, sums)
     else:
-        plan = Plan(p)
         tail = Tail(p, plan, sums)  # keeps the device busy while the host waits for the plan
         plan.wait()
         if _observers:
             observe(p, plan, tail)
         if plan.mostly_dense:
-            del tail, plan
+            del tail
             add_all(p, sums)
         else:
             add_kept(p, plan, tail, sums)
@@ -324,7 +305,7 @@ class Tail:
             q = p.tokens(rows)
             gain = q.state.gain if q.state.gain.numel() else None
             self.mass = tail_mass(
-                q.state.log_share, gain, q.d_rest, q.state.position, p.threshold, plan.first_tile, UNIT, p.e.dtype
+                q.state.log_share, gain, q.d_rest, q.state.position, plan.threshold, plan.first_tile, UNIT, p.e.dtype
             )
             if self.dc is not None:
                 add_product(self.dc, self.mass, q.e, 1 / UNIT)

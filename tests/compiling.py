@@ -13,8 +13,8 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 DTYPES = ("bfloat16", "float16", "float32")
 BACKWARD = ("backward", "backward_plain", "backward_exact", "backward_atomics")
 GATHER = (
-    "tile_lse", "sort_rows", "count_pairs", "tail_mass", "list_pairs", "logit_gradient", "pair_gradient", "tile_gradient", "slab_gradient",
-    "target_facts",
+    "target_facts", "sort_rows", "tile_lse", "upstream", "count_pairs", "plan_tiles", "tail_mass", "list_pairs",
+    "logit_gradient", "pair_gradient", "tile_gradient", "slab_gradient",
 )  # fmt: skip
 KERNELS = ("target_logit", "lse_forward", "lse_forward_pointers", "scatter_rows", *BACKWARD, *GATHER)
 
@@ -76,7 +76,16 @@ def _launch(kernel: str, dtype) -> None:
 def _launch_gather(kernel: str, e, c, targets, bias) -> None:
     import torch
 
-    from cce.kernels import gather_backward, logit_gradient, pair_plan, slab_gradient, sort_rows, target_facts, tile_lse
+    from cce.kernels import (
+        gather_backward,
+        logit_gradient,
+        pair_plan,
+        slab_gradient,
+        sort_rows,
+        target_facts,
+        tile_lse,
+        upstream,
+    )
 
     (M, D), V = e.shape, len(c)
     T, order, ints = V // tile_lse.TILE, torch.arange(V), torch.zeros(64, dtype=torch.int32)
@@ -88,6 +97,11 @@ def _launch_gather(kernel: str, e, c, targets, bias) -> None:
         tile_lse.tile_lse(e, c, targets, bias, 30.0, True, order)
     elif kernel == "sort_rows":
         sort_rows.sort_rows(c, order)
+    elif kernel == "upstream":
+        upstream.upstream(d, d, d, scalar, e.dtype != torch.float32, 0.1, 8)
+    elif kernel == "plan_tiles":
+        count, mass = torch.zeros(8, T, dtype=torch.int32), torch.zeros(8, T)
+        pair_plan.plan_tiles(count, mass, torch.zeros(8), scalar, 0.03, M, 100, 64)
     elif kernel == "count_pairs":
         pair_plan.count_pairs(share, d, targets, torch.zeros(12))
     elif kernel == "tail_mass":
@@ -105,7 +119,7 @@ def _launch_gather(kernel: str, e, c, targets, bias) -> None:
         )
         pairs = gather_backward.Pairs(range(T), ints, ints[:4], ints, ints)
         if kernel == "pair_gradient":
-            gather_backward.pair_gradient(e, c, bias, order, targets, 30.0, d, d, d, scalar, pairs, 1024.0, out)
+            gather_backward.pair_gradient(e, c, bias, order, targets, 30.0, d, d, d, c[0], pairs, 1024.0, out)
         else:
             gather_backward.tile_gradient(e, torch.zeros(64, tile_lse.TILE, dtype=e.dtype), order, pairs, out)
 

@@ -284,7 +284,7 @@ def test_all_tokens_in_one_tile(device):
     targets[:] = order[3]
     targets[7] = order[-1]
     plans, new = [], gather.Plan
-    with forced("gathered"), mock.patch.object(gather, "Plan", lambda p: plans.append(new(p)) or plans[-1]):
+    with forced("gathered"), mock.patch.object(gather, "Plan", lambda *args: plans.append(new(*args)) or plans[-1]):
         check(e, c, targets, impl="gather", filter_eps=1e-4)
     (plan,) = plans
     assert plan.pair_start.diff().tolist() == [40, 0, 0, 0, 1]
@@ -650,7 +650,7 @@ def test_compiled_with_the_default_filter(softcap, device):
 
 
 def planning_problem(dtype=BFLOAT16, **options):
-    """What choose_threshold and Plan read, with the sorted vocabulary's true map."""
+    """What a Plan reads, with the sorted vocabulary's true map."""
     e, c, targets = skewed(dtype=dtype, **options)
     order = vocabulary_order(e, c)
     position = order.argsort()[targets]
@@ -660,6 +660,13 @@ def planning_problem(dtype=BFLOAT16, **options):
     return gather.Problem(
         e, c, targets, None, None, None, lse, -d, d, d_zbar=None, scale=None, block=len(e), room=0, state=state
     )
+
+
+def chosen_threshold(p, eps, most) -> float:
+    """What the backward chooses for this problem."""
+    total_weight = None if p.d_zbar is None else p.mean_weight.sum()
+    d = gather.upstream(p.d_zy, p.d_rest, p.d_zbar, total_weight, False, eps, gather.CANDIDATES)
+    return gather.Plan(p, d.thresholds, most, d.total).threshold.item()
 
 
 def dropped_mass(p, threshold):
@@ -673,9 +680,9 @@ def dropped_mass(p, threshold):
 def test_threshold_drops_at_most_so_much(most, device):
     """The largest of eps R / sqrt(2)^k that drops at most `most`: the next larger one would drop more."""
     p, eps = planning_problem(device=device), 0.05
-    top = gather.choose_threshold(p, eps, None).item()
+    top = chosen_threshold(p, eps, None)
     assert top == pytest.approx(eps * (2 * p.d_rest).square().mean().sqrt().item(), rel=1e-5)
-    chosen = gather.choose_threshold(p, eps, most).item()
+    chosen = chosen_threshold(p, eps, most)
     k = 2 * torch.log2(torch.tensor(top / chosen)).item() if chosen > 0 else gather.CANDIDATES
     assert k == pytest.approx(round(k), abs=1e-3)
     assert dropped_mass(p, chosen) <= most
@@ -686,7 +693,7 @@ def test_threshold_drops_at_most_so_much(most, device):
 def test_threshold_where_even_the_smallest_drops_too_much(device):
     """-1: nothing is dropped, not even what has no mass."""
     p = planning_problem(device=device)
-    assert gather.choose_threshold(p, 1e6, 0.0).item() == -1
+    assert chosen_threshold(p, 1e6, 0.0) == -1
 
 
 def test_default_filter_drops_at_most_three_percent(device):
@@ -694,18 +701,16 @@ def test_default_filter_drops_at_most_three_percent(device):
     block_filter = Filter.of("gather", "auto", True, True, 0.0, BFLOAT16)
     assert (block_filter.eps, block_filter.most) == (2.0**-12, MOST_DROPPED)
     for eps in (block_filter.eps, 0.1):
-        assert dropped_mass(p, gather.choose_threshold(p, eps, block_filter.most).item()) <= 0.03
+        assert dropped_mass(p, chosen_threshold(p, eps, block_filter.most)) <= 0.03
 
 
 def test_threshold_counts_label_smoothing(device):
     p = planning_problem(device=device)
-    plain = gather.choose_threshold(p, 0.1, None)
+    plain = chosen_threshold(p, 0.1, None)
     p = p._replace(d_zbar=torch.full_like(p.d_rest, -0.5), mean_weight=torch.full((V,), 2.0, device=device))
     size = 2 * p.d_rest + 0.5 * 2 * V
-    assert gather.choose_threshold(p, 0.1, None).item() == pytest.approx(
-        0.1 * size.square().mean().sqrt().item(), rel=1e-5
-    )
-    assert plain < gather.choose_threshold(p, 0.1, None)
+    assert chosen_threshold(p, 0.1, None) == pytest.approx(0.1 * size.square().mean().sqrt().item(), rel=1e-5)
+    assert plain < chosen_threshold(p, 0.1, None)
 
 
 # --------------------------------------------------------------------------------------------- the plan
@@ -714,14 +719,14 @@ def test_threshold_counts_label_smoothing(device):
 def test_plan_puts_the_crowded_tiles_first_and_cuts_the_rest_into_slabs(device):
     """first_tile maximises what is saved: sum over the tiles before it of (kept - DENSE M); brute force in NumPy's place."""
     p = planning_problem(device=device)
-    p = p._replace(threshold=torch.tensor([0.02], device=device))
+    thresholds, total = torch.tensor([0.02], device=device), torch.ones((), device=device)
     M, T = 40, 5
     mass = p.state.log_share.double().exp() * p.d_rest.double()
     owns = torch.arange(T, device=device)[:, None] == p.state.position // TILE
     kept = (mass > 0.02) | owns
     for dense in (0.2, 0.5, 0.7, 2):
         with mock.patch.multiple(gather, DENSE=dense):
-            plan = gather.Plan(p)
+            plan = gather.Plan(p, thresholds, None, total)
             plan.wait()
         saved = [sum(int(kept[t].sum()) - round(dense * M) for t in range(k)) for k in range(T + 1)]
         assert saved[plan.tiles.start] == max(saved) and plan.tiles.stop == T

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from cce import cut
-from cce.kernels import backward, blocks, gather_backward, lse_forward, pair_plan, tile_lse
+from cce.kernels import backward, blocks, gather_backward, lse_forward, pair_plan, tile_lse, upstream
 from cce.kernels.common import capped, capped_slope, grouped_tile, logaddexp, round_to
 from cce.kernels.descriptors import aligned, descriptors_supported
 from cce.kernels.logit_gradient import logit_gradient
@@ -743,6 +743,68 @@ def test_count_pairs_keeps_all_under_a_threshold_of_minus_1_or_nan():
     p = Plan()
     count, mass = pair_plan.count_pairs(*p.map, torch.tensor([-1.0, NAN], device=DEVICE))
     assert (count == len(p.d_rest)).all() and (mass == 0).all()
+
+
+@pytest.mark.parametrize("most", [None, 0.5, 0.1, 0.01, 0.0])
+@pytest.mark.parametrize("crowd", [-1, 20, 60, 1000])
+@pytest.mark.parametrize("T", [1, pair_plan.BLOCK_T, 2 * pair_plan.BLOCK_T + 3])
+def test_plan_tiles(T, crowd, most):
+    """Against a search by hand. Two tiles gain the same: the boundary is behind the first of them."""
+    g, M, chunk, K = torch.Generator().manual_seed(T), 100, 16, 3
+    count = torch.randint(0, M, (K, T), generator=g).int()
+    count[:, T // 2 :] //= 3
+    dropped = torch.tensor([[0.4], [0.05], [0.002]]) * torch.rand(K, T, generator=g)
+    thresholds, total = torch.tensor([0.5, 0.25, 0.125]), float(T)
+    threshold, plan = pair_plan.plan_tiles(
+        *(x.to(DEVICE) for x in (count, dropped, thresholds, torch.tensor(total))), most, M, crowd, chunk
+    )
+    little = [k for k in range(K) if most is None or dropped[k].sum() <= most * total]
+    kept = count[little[0]].tolist() if little else [M] * T
+    assert threshold.tolist() == [thresholds[little[0]].item() if little else -1]
+    saved = [sum(kept[:t]) - t * crowd for t in range(T + 1)]
+    first = saved.index(max(saved))
+    kept = [0] * first + kept[first:]
+    pairs, chunks = ([sum(x[:t]) for t in range(T + 1)] for x in (kept, [-(-k // chunk) for k in kept]))
+    assert plan.tolist() == [*pairs, *chunks, first]
+
+
+# ---------------------------------------------------------------------------------------------- upstream
+
+
+def upstream_gradients(factor, M=2 * upstream.BLOCK_M + 5):
+    return [factor * randn(M, seed=seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("factor", [1.0, 3e-30, 2.0**60])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("with_mean", [False, True])
+def test_upstream(with_mean, scaled, factor):
+    d = upstream_gradients(factor)
+    if not scaled and factor != 1:
+        factor, d = 1.0, upstream_gradients(1.0)  # squares need float32's range
+    weight = torch.tensor(7.0, device=DEVICE) if with_mean else None
+    got = upstream.upstream(d[0], d[1], d[2] if with_mean else None, weight, scaled, 0.1, 5)
+    d = d if with_mean else d[:2]
+    largest, scale = max(x.abs().max().item() for x in d), 1.0
+    if scaled:
+        scale = got.scale.item()
+        assert math.frexp(scale)[0] == 0.5 and scale <= largest < 2 * scale
+    else:
+        assert got.scale is None
+    assert got.d_zbar is None or with_mean
+    for x, y in zip(d, got, strict=False):
+        assert torch.equal(y * scale, x)  # exactly
+    size = (d[0].double().abs() + d[1].double().abs() + (7 * d[2].double().abs() if with_mean else 0)) / scale
+    assert got.total.item() == pytest.approx((d[1].double().abs() / scale).sum().item(), rel=1e-5)
+    top = 0.1 * size.square().mean().sqrt().item()
+    assert got.thresholds.tolist() == pytest.approx([top / 2 ** (k / 2) for k in range(5)], rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [0.0, INF])
+def test_upstream_gradients_without_a_size_are_not_scaled(value):
+    d = torch.full((5,), value, device=DEVICE)
+    got = upstream.upstream(d, d, None, None, True, 0.1, 1)
+    assert got.scale == 1 and torch.equal(got.d_zy, d)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,12 +1,15 @@
 """Which (token, vocabulary tile) pairs of the softmax gradient are worth computing, from the forward's map (notebook 09).
 
 A pair's gradient mass is |d_rest[n]| exp(log_share[t, n]). Pairs above a threshold are kept, and the pair that holds the token's target
-always. Three small kernels read the map; none of them needs the host:
+always. Three small kernels read the map, one what the first has counted; none of them needs the host:
 
     count_pairs    how many pairs each of several thresholds would keep, and how much mass it would drop
+    plan_tiles     which threshold it is to be, where the crowded tiles end, and where the other tiles' kept pairs are listed
     tail_mass      the mass of every dropped pair, signed: what the tail conserves
     list_pairs     the kept tokens of each tile, in ascending order, and the chunks they are cut into
 """
+
+import math
 
 import torch
 import triton
@@ -20,6 +23,7 @@ from cce.kernels.tile_lse import TILE
 
 BLOCK_M = 64 if INTERPRETED else 1024  # tokens a program reads at a time
 COUNT_BLOCK_M = 64 if INTERPRETED else 256  # where it keeps a number per token and threshold
+BLOCK_T = 4 if INTERPRETED else 1024  # tiles a program reads at a time
 
 
 @triton.jit
@@ -55,6 +59,52 @@ def count_pairs_kernel(
         dropped += tl.where(drop, mass[None, :], 0.0)
     tl.store(count_ptr + k * tl.num_programs(0) + tile, tl.sum(count, 1), mask=k < K)
     tl.store(dropped_ptr + k * tl.num_programs(0) + tile, tl.sum(dropped, 1), mask=k < K)
+
+
+@triton.jit(do_not_specialize=["M", "T", "most", "crowd"])
+def plan_tiles_kernel(
+    count_ptr, dropped_ptr, threshold_ptr, total_ptr, chosen_ptr, plan_ptr, M, T, K, most, crowd,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    k = tl.arange(0, BLOCK_K)
+    dropped = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, T, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        inside = (k < K)[:, None] & (t < T)[None, :]
+        dropped += tl.sum(tl.load(dropped_ptr + k[:, None] * T + t[None, :], mask=inside, other=0.0), 1)
+    too_much = (dropped > most * tl.load(total_ptr)) | (k >= K)
+    chosen = tl.min(tl.where(too_much, BLOCK_K, k), 0)
+    everything = chosen == BLOCK_K  # even the last one drops too much: nothing is under -1
+    count_ptr += tl.where(everything, 0, chosen) * T
+    tl.store(chosen_ptr, tl.where(everything, -1.0, tl.load(threshold_ptr + tl.where(everything, 0, chosen))))
+
+    first = tl.full((), 0, tl.int32)  # the boundary: where Σ (count - crowd) over the tiles before it is largest
+    saved = tl.full((), 0, tl.int64)
+    best = tl.full((), 0, tl.int64)
+    for start in range(0, T, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        count = tl.load(count_ptr + t, mask=t < T, other=0)
+        count = tl.where(everything, M, count).to(tl.int64)
+        sums = saved + tl.cumsum(tl.where(t < T, count - crowd, 0), 0)
+        saved += tl.sum(tl.where(t < T, count - crowd, 0), 0)
+        high = tl.max(sums, 0)  # behind T the sum stays what it was at T
+        first = tl.where(high > best, tl.min(tl.where(sums == high, t, T), 0) + 1, first)
+        best = tl.maximum(high, best)
+    tl.store(plan_ptr + 2 * T + 2, first)
+
+    pairs = tl.full((), 0, tl.int32)
+    chunks = tl.full((), 0, tl.int32)
+    tl.store(plan_ptr, pairs)
+    tl.store(plan_ptr + T + 1, chunks)
+    for start in range(0, T, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        count = tl.load(count_ptr + t, mask=t < T, other=0)
+        count = tl.where((t >= first) & (t < T), tl.where(everything, M, count), 0)
+        of_chunks = (count + CHUNK - 1) // CHUNK
+        tl.store(plan_ptr + t + 1, pairs + tl.cumsum(count, 0), mask=t < T)
+        tl.store(plan_ptr + T + 2 + t, chunks + tl.cumsum(of_chunks, 0), mask=t < T)
+        pairs += tl.sum(count, 0)
+        chunks += tl.sum(of_chunks, 0)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -109,6 +159,31 @@ def count_pairs(log_share: Tensor, d_rest: Tensor, position: Tensor, thresholds:
         TILE=TILE, BLOCK_K=power_of_2(K), BLOCK_M=COUNT_BLOCK_M,
     )  # fmt: skip
     return count, dropped
+
+
+def plan_tiles(
+    count: Tensor,
+    dropped: Tensor,
+    thresholds: Tensor,
+    total: Tensor,
+    most: float | None,
+    M: int,
+    crowd: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """(threshold [1] float32, plan [2 T + 3] int32), from count_pairs of M tokens.
+
+    threshold is the first of the thresholds that drops at most this share of total, a float32 scalar on the device (None: the first), or -1
+    if none does. The crowded tiles are those before `first`, where the sum of (count - crowd) over the tiles before it is largest; plan is
+    the running totals [T + 1] of the other tiles' pairs, those [T + 1] of their chunks, and `first`.
+    """
+    K, T = count.shape
+    threshold, plan = dropped.new_empty(1), count.new_empty(2 * T + 3)
+    plan_tiles_kernel[(1,)](
+        count, dropped, thresholds, total, threshold, plan, M, T, K, math.inf if most is None else float(most), crowd,
+        CHUNK=chunk, BLOCK_K=power_of_2(K), BLOCK_T=BLOCK_T,
+    )  # fmt: skip
+    return threshold, plan
 
 
 def tail_mass(
