@@ -101,7 +101,7 @@ def backward(
 ):
     """Its gradients, exact where `block_filter.eps` is None."""
     with ieee_float32():
-        targets, bias, d_zy, d_rest = dense(targets, bias, d_zy, d_rest)
+        targets, bias, d_zy, d_rest, d_zbar = dense(targets, bias, d_zy, d_rest, d_zbar)
         if softcap is not None:  # the chain rule's factor of the target's logit; 0 stays 0, where z_y is NaN
             d_zy = torch.where(d_zy == 0, 0, d_zy * (1 - (z_y / softcap).square()))
         mean_weight = None if mean_weight is None else mean_weight.float().contiguous()

@@ -355,10 +355,10 @@ def test_nan_in_an_ignored_row_leaves_no_trace(path, device):
 def test_expanded_upstream_gradient(device):
     """sum().backward() sends a scalar expanded to [M], of stride 0."""
     e, c, targets = skewed(device=device)
-    one = torch.ones((), device=device).expand(40)
+    one, weight = torch.ones((), device=device).expand(40), torch.ones(V, device=device)
     with forced("gathered"):
-        _, expanded = primitive(e, c, targets, None, None, None, (one, one, None), 2.0**-8)
-        _, plain = primitive(e, c, targets, None, None, None, (one.clone(), one.clone(), None), 2.0**-8)
+        _, expanded = primitive(e, c, targets, None, None, weight, (one, one, one), 2.0**-8)
+        _, plain = primitive(e, c, targets, None, None, weight, 3 * (one.contiguous(),), 2.0**-8)
     assert torch.equal(expanded[0], plain[0]) and torch.equal(expanded[1], plain[1])
 
 
