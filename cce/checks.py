@@ -43,7 +43,7 @@ def check(e, c, targets, bias, ignore_index, softcap, reduction, shift, label_sm
         if not isinstance(x, Tensor):
             hint = f"; pass its .{'bias' if name == 'bias' else 'weight'}" if isinstance(x, torch.nn.Module) else ""
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}{hint}")
-        if type(x).__name__ == "DTensor" or type(getattr(x, "data", None)).__name__ == "DTensor":
+        if type(x).__name__ == "DTensor":  # of a parameter, too: nn.Parameter keeps such a type
             raise TypeError(
                 f"{name}: expected a plain torch.Tensor, got a DTensor. Pass {name}.full_tensor(), or let FSDP gather "
                 "the weight by holding it in a cce.LinearCrossEntropyHead and calling that module"
