@@ -44,7 +44,7 @@ def prepare(algorithm: str, e: Tensor, *, c: Tensor, bias: Tensor | None, block_
     if algorithm != "gather" or block_filter.eps is None or not any(wanted_gradients(e, c, bias)):
         return None
     with torch.no_grad():
-        return _module(algorithm).prepare(e, c)
+        return _module(algorithm).prepare(e, c, bias)
 
 
 def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:

@@ -86,7 +86,7 @@ def _backward(
         d_zy, d_rest, d_zbar = (None if d is None else d / scale for d in (d_zy, d_rest, d_zbar))
     order, position, cutoff = None, targets, None
     if block_filter.eps is not None:
-        order, position = sort_vocabulary(e, c, targets)
+        order, position = sort_vocabulary(e, c, targets, bias)
         cutoff = torch.logaddexp(lse_rest, z_y) + (math.log(block_filter.eps) if block_filter.eps else -math.inf)
     e_rows = aligned(e)
     de = float32(M, D) if want_e else None
@@ -134,9 +134,10 @@ def _backward(
     return de, dc, dbias
 
 
-def vocabulary_order(e: Tensor, c: Tensor) -> Tensor:
+def vocabulary_order(e: Tensor, c: Tensor, bias: Tensor | None = None) -> Tensor:
     """Classes by falling average logit, [V]."""
     average_logit = torch.mv(c, e.mean(0))  # = mean over tokens of e @ c.T
+    average_logit = average_logit if bias is None else average_logit + bias
     return average_logit.argsort(descending=True)
 
 
@@ -147,9 +148,9 @@ def positions(order: Tensor, targets: Tensor) -> Tensor:
     return torch.where(targets >= 0, rank[targets.clamp(0, len(order) - 1)], targets)
 
 
-def sort_vocabulary(e: Tensor, c: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def sort_vocabulary(e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Classes by falling average logit (order [V]), and where each token's target is in that order ([M])."""
-    order = vocabulary_order(e, c)
+    order = vocabulary_order(e, c, bias)
     return order, positions(order, targets)
 
 

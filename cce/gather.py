@@ -72,9 +72,9 @@ def empty_state(e: Tensor, c: Tensor, softcap: float | None) -> State:
     )
 
 
-def prepare(e: Tensor, c: Tensor) -> list[tuple[Tensor, SortedRows]]:
+def prepare(e: Tensor, c: Tensor, bias: Tensor | None) -> list[tuple[Tensor, SortedRows]]:
     """The sorted vocabulary, for one forward, which takes it out of the list. e may have tokens that do not count."""
-    order = vocabulary_order(e, c)
+    order = vocabulary_order(e, c, bias)
     return [(order, sort_rows(c, order))]
 
 
@@ -85,7 +85,7 @@ def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, pre
     if block_filter.eps is None or not any(wanted):
         lse_rest, _, _ = tile_lse(e, c, targets, bias, softcap, with_map=False)
     else:
-        order, (rows, rank, mean_rows, largest) = (prepare(e, c) if prepared is None else prepared).pop()
+        order, (rows, rank, mean_rows, largest) = (prepare(e, c, bias) if prepared is None else prepared).pop()
         lse_rest, tiles, gain = tile_lse(e, rows, targets, rows_of(bias, order), softcap, with_map=True, rank=rank)
         del rows  # before the map is there twice
         log_share = torch.sub(tiles, lse_rest, out=torch.empty(tiles.shape, dtype=torch.float16, device=e.device))
@@ -107,7 +107,7 @@ def backward(
         mean_weight = None if mean_weight is None else mean_weight.float().contiguous()
         total_weight = None if d_zbar is None else mean_weight.sum()
         candidates = 1 if block_filter.most is None else CANDIDATES
-        d = upstream(d_zy, d_rest, d_zbar, total_weight, e.dtype != torch.float32, block_filter.eps or 0.0, candidates)
+        d = upstream(d_zy, d_rest, d_zbar, total_weight, block_filter.eps or 0.0, candidates)
         captured = e.is_cuda and torch.cuda.is_current_stream_capturing()  # then the host cannot read a plan
         state = State(*state) if state and not captured else None
         p = Problem(e, c, targets, bias, softcap, mean_weight, lse_rest, *d[:4], *sizes(e, c), state)
@@ -146,7 +146,7 @@ class Problem(NamedTuple):
     d_zy: Tensor
     d_rest: Tensor
     d_zbar: Tensor | None
-    scale: Tensor | None
+    scale: Tensor
     block: int  # tokens at a time where something has a number per token and tile, or a float32 row per token
     room: int  # bytes for a slab
     state: State | None
@@ -217,7 +217,7 @@ def observed():
     try:
         yield plans
     finally:
-        _observers.remove(plans)
+        _observers[:] = [x for x in _observers if x is not plans]  # remove() would take an equal list
 
 
 _observers: list[list[dict]] = []
@@ -225,11 +225,11 @@ _observers: list[list[dict]] = []
 
 def observe(p: Problem, plan: Plan, tail: "Tail") -> None:
     T, M = p.state.log_share.shape
-    gathered, crowded = int(plan.pairs_before[-1]) / (T * M), plan.tiles.start / T
-    dropped = 0.0 if tail.mass is None else (tail.mass.float().abs().sum() / (UNIT * p.d_rest.abs().sum())).item()
     shares = {"crowded": 1.0, "gathered": 0.0, "dropped": 0.0}
     if not plan.mostly_dense:
-        shares = {"crowded": crowded, "gathered": gathered, "dropped": dropped}
+        gathered, total = int(plan.pairs_before[-1]) / (T * M), p.d_rest.abs().sum().item()
+        dropped = float(tail.dropped) / total if total else 0.0
+        shares = {"crowded": plan.tiles.start / T, "gathered": gathered, "dropped": dropped}
     for plans in _observers:
         plans.append(shares)
 
@@ -285,7 +285,7 @@ class Sums(NamedTuple):
                 dbias += p.mean_weight * p.d_zbar.sum()
 
         def scaled(x: Tensor, dtype: torch.dtype) -> Tensor:
-            return x.to(dtype) if p.scale is None else torch.mul(x, p.scale, out=x.new_empty(x.shape, dtype=dtype))
+            return torch.mul(x, p.scale, out=x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype))
 
         de = None if de is None else scaled(de, p.e.dtype)
         return de, self.dc, None if dbias is None else scaled(dbias, p.bias.dtype)
@@ -301,12 +301,15 @@ class Tail:
         T = len(p.state.log_share)
         self.dc = torch.zeros(T, p.e.shape[1], device=p.e.device) if sums.dc is not None else None
         dbias = torch.zeros(T, device=p.e.device) if sums.dbias is not None else None
+        self.dropped = 0  # their whole mass, where somebody asks
         for rows in p.blocks():
             q = p.tokens(rows)
             gain = q.state.gain if q.state.gain.numel() else None
             self.mass = tail_mass(
                 q.state.log_share, gain, q.d_rest, q.state.position, plan.threshold, plan.first_tile, UNIT, p.e.dtype
             )
+            if _observers:
+                self.dropped += self.mass.abs().sum(dtype=torch.float32) / UNIT
             if self.dc is not None:
                 add_product(self.dc, self.mass, q.e, 1 / UNIT)
             if dbias is not None:

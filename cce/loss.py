@@ -208,12 +208,12 @@ def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: i
     """
     length = targets.shape[-1] if targets.dim() else 1
     e, targets = e.reshape(-1, e.shape[-1]), targets.reshape(-1).long()
+    if len(targets) == 0:
+        return Tokens(e, targets, None, None)
     if torch.compiler.is_compiling() or (e.is_cuda and torch.cuda.is_current_stream_capturing()):
         counted, bad = targets != ignore_index, (targets < 0) | (targets >= num_classes)
         targets = torch.where(counted, torch.where(bad, naive.NOWHERE, targets), naive.ELSEWHERE)
         return Tokens(e, targets, counted, None)
-    if len(targets) == 0:
-        return Tokens(e, targets, None, None)
     by_kernel = e.is_cuda and early is not None
     start = torch.cuda.current_stream(e.device).record_event() if by_kernel else None
     prepared = None if early is None else early(e)

@@ -98,7 +98,7 @@ def _launch_gather(kernel: str, e, c, targets, bias) -> None:
     elif kernel == "sort_rows":
         sort_rows.sort_rows(c, order)
     elif kernel == "upstream":
-        upstream.upstream(d, d, d, scalar, e.dtype != torch.float32, 0.1, 8)
+        upstream.upstream(d, d, d, scalar, 0.1, 8)
     elif kernel == "plan_tiles":
         count, mass = torch.zeros(8, T, dtype=torch.int32), torch.zeros(8, T)
         pair_plan.plan_tiles(count, mass, torch.zeros(8), scalar, 0.03, M, 100, 64)

@@ -97,7 +97,7 @@ def relative(x, o):
 
 def specification(e, c, targets, bias, softcap, mean_weight, d_zy, d_rest, d_zbar, eps, dense):
     """(de, dc, dbias) in float64; which pairs are dropped, the mass of each, and the threshold. dense: DENSE, for the crowded tiles."""
-    order = vocabulary_order(e, c)
+    order = vocabulary_order(e, c, bias)
     e, c, d_zy, d_rest = (x.double() for x in (e, c, d_zy, d_rest))
     tile = order.argsort() // TILE
     members = torch.nn.functional.one_hot(tile).double()  # [V, T]
@@ -508,6 +508,56 @@ def test_row_sums_are_conserved(path, device):
     assert (de == de[:, :1]).all()
 
 
+@pytest.mark.parametrize("frozen", ["", "e", "c"])
+def test_observed(frozen, device):
+    """The dropped mass is the specification's, whichever gradients are asked for; a list of one's own, and nothing outside."""
+    e, c, targets = skewed(device=device)
+    with mock.patch.multiple(gather, **GATHERED), gather.observed() as outer:
+        with gather.observed() as inner:
+            pass
+        loss = run(e, c, targets, impl="gather", filter_eps=0.1, reduction="none", frozen=frozen).loss
+    assert inner == [] and len(outer) == 1
+    d = 1 - loss.neg().exp()  # the gradient's size: of z_y -d, of lse_rest d
+    _, dropped, mass, _ = specification(e, c, targets, None, None, None, -d, d, None, 0.1, 2)
+    want = (mass * dropped).sum() / d.double().sum()
+    assert want > 0.01 and outer[0]["dropped"] == pytest.approx(want.item(), rel=2**-9)
+    assert outer[0]["gathered"] == pytest.approx(1 - dropped.double().mean().item()) and outer[0]["crowded"] == 0
+
+
+def test_observed_without_a_gradient_to_drop(device):
+    e, c, targets = skewed(device=device)
+    with gather.observed() as plans:
+        run(e, c, targets, impl="gather", filter_eps=0.1, reduction="none", upstream=torch.zeros(len(e), device=device))
+    assert plans[0]["dropped"] == 0
+
+
+def test_classes_switched_off_have_tiles_of_their_own(device):
+    """bias -inf: sorted behind all others, and no gradient is spread over them, but for those that share the last tile."""
+    e, c, targets, bias = skewed(bias=True, device=device)
+    c[:, 0] += 4 * (torch.arange(V, device=device) % 3 == 0)  # would be the most likely ones
+    off = torch.arange(V, device=device) % 3 == 0
+    off[targets] = False
+    bias[off] = -torch.inf
+    with forced("gathered"), gather.observed() as plans:
+        got = run(e, c, targets, bias, impl="gather", filter_eps=0.05)
+    assert plans[0]["dropped"] > 1e-3
+    assert got.dbias[off].count_nonzero() == got.dc[off].any(1).sum() <= TILE - 1 < off.sum()
+    assert got.dc.isfinite().all() and got.de.isfinite().all()
+
+
+@pytest.mark.parametrize("filter_eps", [None, 1e-3])
+def test_unlikely_classes_all_of_them(filter_eps, device):
+    """Logits far under -88, where exp(-z) is infinite, beside a padded block and an empty tile."""
+    c = torch.full((257, 1), -95.0, device=device)
+    check(torch.ones(4, 1, device=device), c, torch.arange(4, device=device), impl="gather", filter_eps=filter_eps)
+    e, c, targets, bias = skewed(bias=True, device=device)
+    bias -= 300
+    bias[TILE : 2 * TILE] = -torch.inf
+    targets[:] = targets % TILE
+    with mock.patch.multiple(gather, **GATHERED):
+        check(e, c, targets, bias, impl="gather", filter_eps=0.0 if filter_eps else None)
+
+
 def test_tail_makes_up_for_what_is_dropped(device):
     """Without the tail's masses the same filter is far worse: what the tests above would miss if they let too much pass."""
     e, c, targets = skewed(dtype=BFLOAT16, device=device)
@@ -665,8 +715,9 @@ def planning_problem(dtype=BFLOAT16, **options):
 def chosen_threshold(p, eps, most) -> float:
     """What the backward chooses for this problem."""
     total_weight = None if p.d_zbar is None else p.mean_weight.sum()
-    d = gather.upstream(p.d_zy, p.d_rest, p.d_zbar, total_weight, False, eps, gather.CANDIDATES)
-    return gather.Plan(p, d.thresholds, most, d.total).threshold.item()
+    d = gather.upstream(p.d_zy, p.d_rest, p.d_zbar, total_weight, eps, gather.CANDIDATES)
+    threshold = gather.Plan(p._replace(d_rest=d.d_rest), d.thresholds, most, d.total).threshold.item()
+    return threshold * d.scale.item() if threshold > 0 else threshold
 
 
 def dropped_mass(p, threshold):
@@ -694,6 +745,33 @@ def test_threshold_where_even_the_smallest_drops_too_much(device):
     """-1: nothing is dropped, not even what has no mass."""
     p = planning_problem(device=device)
     assert chosen_threshold(p, 1e6, 0.0) == -1
+
+
+def test_an_infinite_gradient_drops_nothing_of_the_others(device):
+    """The rest of the batch is what it would be without: a typical token's gradient is not infinite."""
+    e, c, targets = skewed(dtype=BFLOAT16, device=device)
+    d = torch.full((len(e),), 1 / len(e), device=device)
+    d[3] = torch.inf
+    got = run(e, c, targets, impl="gather", reduction="none", upstream=d)
+    want = run(e, c, targets, impl="naive", reduction="none", upstream=d)
+    exact = oracle(e, c, targets, reduction="none", upstream=d)
+    others = torch.arange(len(e), device=device) != 3
+    assert relative(got.de[others], exact.de[others]) <= 1.1 * relative(want.de[others], exact.de[others])
+
+
+@pytest.mark.parametrize("exponent", [66, -80])  # squares are outside float32
+def test_threshold_knows_no_unit(exponent, device):
+    """Gradients times a power of two are the same bits times it."""
+    e, c, targets = skewed(device=device)
+    options = dict(impl="gather", filter_eps=1e-3, reduction="none")
+    with forced("gathered"), gather.observed() as plans:
+        want, got = (
+            run(e, c, targets, upstream=torch.full((len(e),), d, device=device), **options)
+            for d in (1.0, 2.0**exponent)
+        )
+    assert plans[0] == plans[1] and plans[0]["dropped"] > 0
+    for x, y in ((got.de, want.de), (got.dc, want.dc)):
+        assert torch.equal(x * 2.0**-exponent, y)
 
 
 def test_default_filter_drops_at_most_three_percent(device):

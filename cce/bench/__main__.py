@@ -3,7 +3,8 @@
     python -m cce.bench --shape 8192,2304,256000 --inputs trained_like --contenders cce cut-cross-entropy --save cut
 
 The yardstick is the logits GEMM, `torch.mm(e, c.T)` into a buffer of e's dtype, timed between the contenders. A time is the public call,
-or the call and `.backward()` with gradients None before it; nothing is kept between calls.
+or the call and `.backward()` with gradients None before it, launched while the device is still busy (see cce.bench.timing; --idle
+starts on an idle one); nothing is kept between calls.
 """
 
 import time
@@ -19,7 +20,9 @@ from cce.bench.program import Parser, save
 from cce.bench.timing import interleaved
 
 
-def measure(input_name: str, shape: tuple[int, int, int], names: list[str], repeats: int, seed: int) -> dict:
+def measure(
+    input_name: str, shape: tuple[int, int, int], names: list[str], repeats: int, seed: int, idle: bool = False
+) -> dict:
     """One process's measurement of all contenders on one input."""
     N, D, V = shape
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,15 +64,15 @@ def measure(input_name: str, shape: tuple[int, int, int], names: list[str], repe
     gemm = lambda: torch.mm(e.detach(), c.detach().T, out=buffer)  # noqa: E731
     contenders = {name: (lambda loss=loss: both(loss)) for name, loss in losses.items()}
     with tqdm(total=2 * repeats * (len(losses) + 1), desc=f"{input_name} N={N} D={D} V={V}", leave=False) as bar:
-        times = interleaved({"GEMM": gemm, **contenders}, repeats, bar)
+        times = interleaved({"GEMM": gemm, **contenders}, repeats, bar, idle)
         e.grad = c.grad = None
         forwards = {name: (lambda loss=loss: forward(loss)) for name, loss in losses.items()}
-        forward_times = interleaved({"GEMM": gemm, **forwards}, repeats, bar)
+        forward_times = interleaved({"GEMM": gemm, **forwards}, repeats, bar, idle)
     for name, row in rows.items():
         if name in losses:
             row |= {"forward_ms": forward_times[name], "forward_backward_ms": times[name]}
     return {
-        "input": input_name, "N": N, "D": D, "V": V, "dtype": str(dtype).removeprefix("torch."), "seed": seed, "repeats": repeats,
+        "input": input_name, "N": N, "D": D, "V": V, "dtype": str(dtype).removeprefix("torch."), "seed": seed, "repeats": repeats, "idle": idle,
         "gemm_ms": times["GEMM"], "gemm_ms_beside_forward": forward_times["GEMM"],
         "gradient_bytes": e.numel() * e.element_size() + c.numel() * c.element_size(),
         "contenders": rows, "not_run": missing,
@@ -101,12 +104,13 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", default=list(FACTORIES), choices=list(FACTORIES))
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--idle", action="store_true", help="time from an idle device")
     options = parser.parse(needs_gpu=False)
     runs = []
     for shape in options.shape:
         N, D, V = map(int, shape.split(","))
         for name in options.inputs:
-            runs.append(measure(name, (N, D, V), options.contenders, options.repeats, options.seed))
+            runs.append(measure(name, (N, D, V), options.contenders, options.repeats, options.seed, options.idle))
             print(table(runs[-1]), end="\n\n", flush=True)
     save(options.save, runs=runs)
 

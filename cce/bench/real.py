@@ -203,7 +203,7 @@ def coarse(live: Tensor, cells: int = 64) -> list[list[float]]:
 def vocabulary_as_is():
     """`cut` without its sorting."""
     sort = cut.sort_vocabulary
-    cut.sort_vocabulary = lambda e, c, targets: (torch.arange(len(c), device=c.device), targets)
+    cut.sort_vocabulary = lambda e, c, targets, bias=None: (torch.arange(len(c), device=c.device), targets)
     try:
         yield
     finally:

@@ -60,14 +60,13 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def store_gradient(
-    dc, dc_ptr, stride, row, live, d, live_d, weight_ptr, mean_e_ptr, scale_ptr, HAS_MEAN: tl.constexpr, HAS_SCALE: tl.constexpr
+    dc, dc_ptr, stride, row, live, d, live_d, weight_ptr, mean_e_ptr, scale_ptr, HAS_MEAN: tl.constexpr
 ):  # fmt: skip
     """Finished rows of dc go home: + weight[row] * mean_e (label smoothing), times scale, rounded once."""
     if HAS_MEAN:
         weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         dc += weight[:, None] * tl.load(mean_e_ptr + d, mask=live_d, other=0.0)[None, :]
-    if HAS_SCALE:
-        dc *= tl.load(scale_ptr)
+    dc *= tl.load(scale_ptr)
     places = dc_ptr + row[:, None] * stride + d[None, :]
     tl.store(places, round_to(dc, dc_ptr.dtype.element_ty), mask=live[:, None] & live_d[None, :])
 

@@ -97,7 +97,7 @@ def pair_gradient_kernel(
 def tile_gradient_kernel(
     e_ptr, s_ptr, order_ptr, rows_ptr, pair_start_ptr, tail_dc_ptr, weight_ptr, mean_e_ptr, scale_ptr, dc_ptr, dbias_ptr,
     first_tile, V, D, stride_en, stride_ed, stride_dc,
-    HAS_MEAN: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_C: tl.constexpr, WANT_BIAS: tl.constexpr,
+    HAS_MEAN: tl.constexpr, WANT_C: tl.constexpr, WANT_BIAS: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks_d = tl.cdiv(D, BLOCK_D) if WANT_C else 1
@@ -124,9 +124,7 @@ def tile_gradient_kernel(
     if WANT_C:
         tail = tl.load(tail_dc_ptr + tile.to(tl.int64) * D + d, mask=d < D, other=0.0)
         dc += (tail / min(TILE, V - tile * TILE))[None, :]
-        store_gradient(
-            dc, dc_ptr, stride_dc, row, v < V, d, d < D, weight_ptr, mean_e_ptr, scale_ptr, HAS_MEAN, HAS_SCALE
-        )
+        store_gradient(dc, dc_ptr, stride_dc, row, v < V, d, d < D, weight_ptr, mean_e_ptr, scale_ptr, HAS_MEAN)
     if WANT_BIAS:
         tl.store(dbias_ptr + row, dbias, mask=(v < V) & (block_d == 0))
 
@@ -141,7 +139,7 @@ class Outputs(NamedTuple):
     tail_dc: Tensor | None  # [T, D] float32: the tail's part of dc, a tile's sum
     mean_weight: Tensor | None  # [V] float32; dc[v] += mean_weight[v] mean_e, with label smoothing
     mean_e: Tensor | None  # [D] float32
-    scale: Tensor | None  # a float32 scalar: dc is multiplied by it before it is rounded
+    scale: Tensor  # a float32 scalar: dc is multiplied by it before it is rounded
 
 
 class Pairs(NamedTuple):
@@ -185,7 +183,6 @@ def tile_gradient(e: Tensor, s: Tensor, order: Tensor, pairs: Pairs, out: Output
     tile_gradient_kernel[(blocks_d * len(pairs.tiles),)](
         e, s, order, pairs.rows, pairs.pair_start, out.tail_dc, out.mean_weight, out.mean_e, out.scale, out.dc, out.dbias,
         pairs.tiles.start, V, D, *e.stride(), 0 if out.dc is None else out.dc.stride(0),
-        HAS_MEAN=out.mean_e is not None, HAS_SCALE=out.scale is not None,
-        WANT_C=out.dc is not None, WANT_BIAS=out.dbias is not None, TILE=TILE,
+        HAS_MEAN=out.mean_e is not None, WANT_C=out.dc is not None, WANT_BIAS=out.dbias is not None, TILE=TILE,
         CHUNK=shape.BLOCK_N, BLOCK_D=shape.BLOCK_D, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip

@@ -91,7 +91,10 @@ def tile_lse_kernel(
                 tl.store(gain_ptr + places, gain, mask=inside)
         new_high = tl.maximum(high, tl.max(tile_high, 1))
         shift_all = tl.where(new_high == float("-inf"), 0.0, new_high) * LOG2E
-        total = total * tl.exp2(high * LOG2E - shift_all) + tl.sum(tile_total * tl.exp2(shift - shift_all[:, None]), 1)
+        of_tiles = tile_total * tl.exp2(
+            tile_high * LOG2E - shift_all[:, None]
+        )  # not shift, which is 0 where a tile is empty
+        total = total * tl.exp2(high * LOG2E - shift_all) + tl.sum(of_tiles, 1)
         high = new_high
     nothing = total == 0
     lse = tl.where(nothing, float("-inf"), high + LN2 * tl.log2(tl.where(nothing, 1.0, total)))

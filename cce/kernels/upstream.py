@@ -1,8 +1,9 @@
 """What the row-gathered backward asks of its upstream gradients before it starts, in one launch instead of thirty (notebook 09).
 
-    scale       a power of two near max |d|: S is stored in 16 bits as S / scale (see cce.precision.logit_gradient_scale), so that d / scale
-                is exact
-    R           rms over tokens of |d_zy| + |d_rest| + W |d_zbar|, and the thresholds eps · R / sqrt(2)^k
+    scale       a power of two near max |d|, so that d / scale is exact. S is stored in 16 bits as S / scale (see
+                cce.precision.logit_gradient_scale), and no square overflows; 1 where a gradient is infinite
+    R           rms over tokens of |d_zy| + |d_rest| + W |d_zbar|, and the thresholds eps · R / sqrt(2)^k; NaN, and nothing is under
+                that, where R is not finite
     total       Σ |d_rest|, the whole gradient mass
 
 One program walks over the tokens twice, always in the same order: 8 to 24 bytes each.
@@ -23,23 +24,20 @@ BLOCK_M = 64 if INTERPRETED else 2048
 @triton.jit(do_not_specialize=["M"])
 def upstream_kernel(
     d_zy_ptr, d_rest_ptr, d_zbar_ptr, total_weight_ptr, out_ptr, facts_ptr, M, K, eps,
-    HAS_MEAN: tl.constexpr, SCALED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_MEAN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    scale = tl.full((BLOCK_M,), 0.0, tl.float32)
-    if SCALED:
-        for start in range(0, M, BLOCK_M):
-            n = start + tl.arange(0, BLOCK_M)
-            scale = tl.maximum(scale, tl.abs(tl.load(d_zy_ptr + n, mask=n < M, other=0.0)))
-            scale = tl.maximum(scale, tl.abs(tl.load(d_rest_ptr + n, mask=n < M, other=0.0)))
-            if HAS_MEAN:
-                scale = tl.maximum(scale, tl.abs(tl.load(d_zbar_ptr + n, mask=n < M, other=0.0)))
-        largest = tl.max(scale, 0)
-        exponent = tl.minimum(
-            tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253
-        )  # 1 / scale must be a normal number
-        exponent = tl.where((largest > 0) & (largest < float("inf")), exponent, 127)
-    else:
-        exponent = tl.full((), 127, tl.int32)
+    high = tl.full((BLOCK_M,), 0.0, tl.float32)
+    for start in range(0, M, BLOCK_M):
+        n = start + tl.arange(0, BLOCK_M)
+        high = tl.maximum(high, tl.abs(tl.load(d_zy_ptr + n, mask=n < M, other=0.0)))
+        high = tl.maximum(high, tl.abs(tl.load(d_rest_ptr + n, mask=n < M, other=0.0)))
+        if HAS_MEAN:
+            high = tl.maximum(high, tl.abs(tl.load(d_zbar_ptr + n, mask=n < M, other=0.0)))
+    largest = tl.max(high, 0)
+    exponent = tl.minimum(
+        tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253
+    )  # 1 / scale must be a normal number
+    exponent = tl.where((largest > 0) & (largest < float("inf")), exponent, 127)
     one_over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -60,6 +58,7 @@ def upstream_kernel(
     tl.store(facts_ptr + 1, tl.sum(total, 0))
     k = tl.arange(0, BLOCK_K)
     top = eps * tl.sqrt(tl.sum(squares, 0) / M)
+    top = tl.where(top < float("inf"), top, float("nan"))
     tl.store(facts_ptr + 2 + k, top * tl.exp2(-0.5 * k.to(tl.float32)), mask=k < K)
 
 
@@ -69,19 +68,19 @@ class Upstream(NamedTuple):
     d_zy: Tensor
     d_rest: Tensor
     d_zbar: Tensor | None
-    scale: Tensor | None  # a float32 scalar; None for float32
+    scale: Tensor  # a float32 scalar
     total: Tensor  # a float32 scalar
     thresholds: Tensor  # [K] float32
 
 
 def upstream(
-    d_zy: Tensor, d_rest: Tensor, d_zbar: Tensor | None, total_weight: Tensor | None, scaled: bool, eps: float, K: int
+    d_zy: Tensor, d_rest: Tensor, d_zbar: Tensor | None, total_weight: Tensor | None, eps: float, K: int
 ) -> Upstream:
     """d_zy, d_rest, d_zbar [M] float32, contiguous; total_weight, W, a float32 scalar, with d_zbar. Everything stays on the device."""
     M, has_mean = len(d_zy), d_zbar is not None
     out, facts = d_zy.new_empty(2 + has_mean, M), d_zy.new_empty(2 + K)
     upstream_kernel[(1,)](
         d_zy, d_rest, d_zbar, total_weight, out, facts, M, K, eps,
-        HAS_MEAN=has_mean, SCALED=scaled, BLOCK_K=power_of_2(K), BLOCK_M=BLOCK_M, num_warps=8,
+        HAS_MEAN=has_mean, BLOCK_K=power_of_2(K), BLOCK_M=BLOCK_M, num_warps=8,
     )  # fmt: skip
-    return Upstream(out[0], out[1], out[2] if has_mean else None, facts[0] if scaled else None, facts[1], facts[2:])
+    return Upstream(out[0], out[1], out[2] if has_mean else None, facts[0], facts[1], facts[2:])
