@@ -3,7 +3,7 @@ there is only `cce.chunked.ChunkedLoss`, which makes the gradients of a mean or 
 
 An algorithm is a module (`cce.chunked`, `cce.cut`, `cce.gather`) with two plain functions that know nothing of autograd:
 
-    forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared=None) -> (z_y, lse_rest, z_bar), state
+    forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, begun=None) -> (z_y, lse_rest, z_bar), state
     backward(e, c, targets, bias, softcap, mean_weight, z_y, lse_rest, state, block_filter, wanted, d_zy, d_rest, d_zbar) -> de, dc, dbias
 
 with the meaning of `cce.naive.target_and_rest`. `wanted` says which of de, dc, dbias are asked for, the others are None; `state` is a tuple
@@ -27,24 +27,28 @@ def target_and_rest(
     softcap: float | None,
     mean_weight: Tensor | None,
     block_filter=None,
-    prepared=None,
+    begun=None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`cce.naive.target_and_rest` by the named algorithm. prepared: see `prepare`."""
+    """`cce.naive.target_and_rest` by the named algorithm. begun: see `begin`."""
     if torch.compiler.is_compiling():
         settings = (None, True, True, None) if block_filter is None else dataclasses.astuple(block_filter)
         wanted = list(wanted_gradients(e, c, bias))
         z_y, lse_rest, z_bar, *_ = _operator(e, c, targets, bias, softcap, mean_weight, algorithm, *settings, wanted)
         return z_y, lse_rest, None if mean_weight is None else z_bar
-    settings = algorithm, block_filter, wanted_gradients(e, c, bias), prepared
+    settings = algorithm, block_filter, wanted_gradients(e, c, bias), begun
     return Primitive.apply(e, c, bias, targets, softcap, mean_weight, *settings)
 
 
-def prepare(algorithm: str, e: Tensor, *, c: Tensor, bias: Tensor | None, block_filter):
-    """What the algorithm can set the device to before the targets are known; None if there is nothing."""
-    if algorithm != "gather" or block_filter.eps is None or not any(wanted_gradients(e, c, bias)):
+def begin(
+    algorithm: str, e: Tensor, targets: Tensor, facts: Tensor, *, c: Tensor, bias: Tensor | None, softcap, block_filter
+):
+    """What the algorithm can set the device to before the host knows of the targets what the device does: facts[0] is the number of
+    those that count. None if it does not begin early."""
+    if algorithm != "gather":
         return None
+    wanted = wanted_gradients(e, c, bias)
     with torch.no_grad():
-        return _module(algorithm).prepare(e, c, bias)
+        return _module(algorithm).begin(e, c, targets, bias, softcap, block_filter, wanted, facts)
 
 
 def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
@@ -74,9 +78,9 @@ def first_derivative_only(backward):
 
 class Primitive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, e, c, bias, targets, softcap, mean_weight, algorithm, block_filter, wanted, prepared):
+    def forward(ctx, e, c, bias, targets, softcap, mean_weight, algorithm, block_filter, wanted, begun):
         outputs, state = _module(algorithm).forward(
-            e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared
+            e, c, targets, bias, softcap, mean_weight, block_filter, wanted, begun
         )
         ctx.save_for_backward(e, c, targets, bias, mean_weight, *outputs[:2], *state)
         ctx.settings = softcap, algorithm, block_filter, wanted

@@ -28,7 +28,7 @@ from cce.precision import float32_product, ieee_float32, logit_gradient_scale, s
 SLAB_SHARE = 0.16  # of the gradients' bytes: two slabs' float32 dc and their copies of c's rows
 
 
-def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared=None):
+def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, begun=None):
     """The primitive's numbers; softcap and mean_weight exclude each other."""
     check_device(e)
     targets, bias = dense(targets, bias)

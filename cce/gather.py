@@ -30,7 +30,7 @@ from cce.kernels.gather_backward import Outputs, Pairs, pair_gradient, tile_grad
 from cce.kernels.logit_gradient import logit_gradient
 from cce.kernels.pair_plan import count_pairs, list_pairs, plan_tiles, tail_mass
 from cce.kernels.slab_gradient import slab_gradient
-from cce.kernels.sort_rows import SortedRows, sort_rows
+from cce.kernels.sort_rows import sort_rows
 from cce.kernels.target_logit import target_logit
 from cce.kernels.tile_lse import TILE, tile_lse
 from cce.kernels.upstream import upstream
@@ -58,7 +58,7 @@ class State(NamedTuple):
     order: Tensor  # [V] int64: the classes by falling average logit
     position: Tensor  # [M] int64: where the targets are in that order
     mean_rows: Tensor  # [T, D]: the mean of each tile's rows of c
-    largest: Tensor  # [D]: the largest |c| of each feature
+    largest: Tensor  # [D] float32: the largest |c| of each feature
 
 
 def empty_state(e: Tensor, c: Tensor, softcap: float | None) -> State:
@@ -68,30 +68,55 @@ def empty_state(e: Tensor, c: Tensor, softcap: float | None) -> State:
     new = lambda dtype, *shape: e.new_empty(shape, dtype=dtype)  # noqa: E731
     gain = new(torch.float16, *((0,) if softcap is None else (T, M)))
     return State(
-        new(torch.float16, T, M), gain, new(torch.int64, V), new(torch.int64, M), new(c.dtype, T, D), new(c.dtype, D)
+        new(torch.float16, T, M),
+        gain,
+        new(torch.int64, V),
+        new(torch.int64, M),
+        new(c.dtype, T, D),
+        new(torch.float32, D),
     )
 
 
-def prepare(e: Tensor, c: Tensor, bias: Tensor | None) -> list[tuple[Tensor, SortedRows]]:
-    """The sorted vocabulary, for one forward, which takes it out of the list. e may have tokens that do not count."""
-    order = vocabulary_order(e, c, bias)
-    return [(order, sort_rows(c, order))]
+class Begun:
+    """A forward on its way: the vocabulary sorted, if there is to be a map, and the product, whose numbers are None until it is made."""
+
+    def __init__(self, e: Tensor, c: Tensor, bias: Tensor | None, softcap: float | None, with_map: bool):
+        (self.bias,), self.c, self.softcap, self.with_map, self.numbers = dense(bias), c, softcap, with_map, None
+        self.order = vocabulary_order(e, c, bias) if with_map else None
+        self.sorted = sort_rows(c, self.order) if with_map else None
+
+    def product(self, e: Tensor, targets: Tensor, count: Tensor | None = None) -> None:
+        """See tile_lse."""
+        rows, bias, rank = self.c, self.bias, None
+        if self.with_map:
+            rows, bias, rank = self.sorted.rows, rows_of(bias, self.order), self.sorted.rank
+        self.numbers = tile_lse(e, rows, targets, bias, self.softcap, self.with_map, rank, count)
 
 
-def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, prepared=None):
-    """The primitive's numbers, and the State, () without a filter or without gradients to come."""
+def begin(e: Tensor, c: Tensor, targets: Tensor, bias, softcap, block_filter, wanted, count: Tensor | None) -> Begun:
+    """All of the forward that takes long, launched for the case that all tokens count before the host knows whether they do. e may have
+    tokens that do not; then the sorted vocabulary is as good as any, and the product finds count[0] other than M and does nothing."""
     check_device(e)
+    begun = Begun(e, c, bias, softcap, block_filter.eps is not None and any(wanted))
+    begun.product(e, *dense(targets), count)
+    return begun
+
+
+def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, begun=None):
+    """The primitive's numbers, and the State, () without a filter or without gradients to come."""
     (targets, bias), state = dense(targets, bias), ()
-    if block_filter.eps is None or not any(wanted):
-        lse_rest, _, _ = tile_lse(e, c, targets, bias, softcap, with_map=False)
-    else:
-        order, (rows, rank, mean_rows, largest) = (prepare(e, c, bias) if prepared is None else prepared).pop()
-        lse_rest, tiles, gain = tile_lse(e, rows, targets, rows_of(bias, order), softcap, with_map=True, rank=rank)
-        del rows  # before the map is there twice
+    if begun is None:
+        begun = begin(e, c, targets, bias, softcap, block_filter, wanted, None)
+    elif begun.numbers is None:
+        begun.product(e, targets)
+    (lse_rest, tiles, gain), begun.numbers = begun.numbers, None
+    if begun.with_map:
+        order, (_, rank, mean_rows, largest) = begun.order, begun.sorted
+        begun.sorted = None  # its rows go before the map is there twice
         log_share = torch.sub(tiles, lse_rest, out=torch.empty(tiles.shape, dtype=torch.float16, device=e.device))
         position = torch.where(targets >= 0, rank[targets.clamp(min=0)], targets)
         gain = log_share.new_empty(0) if gain is None else gain
-        state = State(log_share, gain, order, position, mean_rows, largest.amax(0))
+        state = State(log_share, gain, order, position, mean_rows, largest)
     z_y = target_logit(e, c, targets, bias, softcap)
     return (z_y, lse_rest, mean_logit(e, c, bias, mean_weight)), state
 
@@ -275,7 +300,9 @@ class Sums(NamedTuple):
         de, dbias = self.de, self.dbias
         if self.residual is not None:
             mean = (
-                weighted_row_sum(p.c) / len(p.c) if p.state is None else p.state.mean_rows.mean(0, dtype=torch.float32)
+                weighted_row_sum(p.c) / len(p.c)
+                if p.state is None
+                else weighted_row_sum(p.state.mean_rows) / len(p.state.mean_rows)
             )
             de.addr_(self.residual, mean)
         if p.d_zbar is not None:

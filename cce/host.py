@@ -1,6 +1,5 @@
 """Numbers on their way from the device to the host."""
 
-import contextlib
 import functools
 
 import numpy as np
@@ -31,14 +30,3 @@ class HostCopy:
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all calls: the allocator keeps memory per stream, and a new stream would ask the driver for its own."""
     return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def beside(start: torch.cuda.Event | None, device: torch.device):
-    """Runs its work on the side stream, which first waits for what the current stream was given before the event start."""
-    if start is None:
-        yield
-        return
-    side_stream(device).wait_event(start)
-    with torch.cuda.stream(side_stream(device)):
-        yield

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce import autograd, checks, chunked, naive, parallel
-from cce.host import beside
+from cce.host import HostCopy
 
 MOST_DROPPED = 0.03  # of the gradient's mass, by gather's default filter; figures/data/real_softmax.json
 
@@ -115,11 +115,11 @@ def linear_cross_entropy(
         settings = ()
         if impl in KERNELS:
             settings = (Filter.of(impl, filter_eps, filter_e_grad, filter_c_grad, label_smoothing, e.dtype),)
-        early = (
-            functools.partial(autograd.prepare, KERNELS[impl], c=c, bias=bias, block_filter=settings[0])
-            if settings
-            else None
-        )
+        early = None
+        if settings and shard is None:
+            early = functools.partial(
+                autograd.begin, KERNELS[impl], c=c, bias=bias, softcap=softcap, block_filter=settings[0]
+            )
         tokens = _select_tokens(e, targets, ignore_index, num_classes, shift, early)
         terms = TokenLoss(reduction, label_smoothing, z_loss, weight, num_classes, tokens)
         if not tokens.captured and tokens.count == 0:
@@ -136,7 +136,7 @@ def linear_cross_entropy(
         if impl == "chunked" and reduction != "none" and not (return_lse or tokens.captured or shard):
             return chunked.chunked_loss(*problem, terms)
         if settings:
-            settings += (tokens.prepared,)
+            settings += (tokens.begun,)
         outputs = _primitive(impl)(*problem, *settings)
         z_y, lse_rest, z_bar = tokens.blank(*(outputs if shard is None else shard.combine(*outputs)))
         per_token = tokens.blank(terms(z_y, lse_rest, z_bar, tokens.targets))[0]
@@ -181,9 +181,9 @@ class Filter:
 class Tokens:
     """The tokens that count: their rows of e, their targets, and the way back to the caller's shape."""
 
-    def __init__(self, e: Tensor, targets: Tensor, counted: Tensor | None, kept: Tensor | None, prepared=None):
+    def __init__(self, e: Tensor, targets: Tensor, counted: Tensor | None, kept: Tensor | None, begun=None):
         self.captured = counted is not None
-        self.counted, self.kept, self.e, self.targets, self.prepared = counted, kept, e, targets, prepared
+        self.counted, self.kept, self.e, self.targets, self.begun = counted, kept, e, targets, begun
         self.count = counted.sum() if self.captured else len(targets)
         if self.captured:  # no compaction: all rows run, and those that do not count must leave no trace, NaN or not
             self.e = torch.where(counted[:, None], e, 0)
@@ -204,7 +204,7 @@ class Tokens:
 def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: int, shift: int, early=None) -> Tokens:
     """Flattens, checks the targets' range and drops ignored tokens, with one host synchronisation.
 
-    early(e), if given, starts what does not depend on the targets; the host asks about them beside it, and the device never idles.
+    early(e, targets, facts), if given, launches what it can before the host knows the facts, and the device never idles.
     """
     length = targets.shape[-1] if targets.dim() else 1
     e, targets = e.reshape(-1, e.shape[-1]), targets.reshape(-1).long()
@@ -214,11 +214,10 @@ def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: i
         counted, bad = targets != ignore_index, (targets < 0) | (targets >= num_classes)
         targets = torch.where(counted, torch.where(bad, naive.NOWHERE, targets), naive.ELSEWHERE)
         return Tokens(e, targets, counted, None)
-    by_kernel = e.is_cuda and early is not None
-    start = torch.cuda.current_stream(e.device).record_event() if by_kernel else None
-    prepared = None if early is None else early(e)
-    with beside(None if prepared is None else start, e.device):
-        count, low, high = _target_facts(targets, ignore_index, by_kernel).tolist()
+    facts = _target_facts(targets, ignore_index, by_kernel=e.is_cuda and early is not None)
+    on_the_way = HostCopy(facts)
+    begun = None if early is None else early(e, targets, facts)
+    count, low, high = on_the_way.wait().tolist()
     if low < 0 or high >= num_classes:
         where = ((targets != ignore_index) & ((targets < 0) | (targets >= num_classes))).nonzero()[0].item()
         raise IndexError(
@@ -226,9 +225,11 @@ def _select_tokens(e: Tensor, targets: Tensor, ignore_index: int, num_classes: i
             f"expected 0 <= target < {num_classes} (the rows of c) or ignore_index={ignore_index}"
         )
     if count == len(targets):
-        return Tokens(e, targets, None, None, prepared)
+        return Tokens(e, targets, None, None, begun)
+    if begun is not None:
+        begun.numbers = None  # they were for all tokens
     kept = torch.nonzero_static(targets != ignore_index, size=count)[:, 0]
-    return Tokens(e.index_select(0, kept), targets.index_select(0, kept), None, kept, prepared)
+    return Tokens(e.index_select(0, kept), targets.index_select(0, kept), None, kept, begun)
 
 
 def _target_facts(targets: Tensor, ignore_index: int, by_kernel: bool) -> Tensor:

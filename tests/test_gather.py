@@ -496,14 +496,16 @@ def test_row_sums_are_conserved(path, device):
     bias = 3 * bias  # with equal rows, it is the bias that makes a softmax
     g = torch.Generator().manual_seed(1)
     d_zy, d_rest = -torch.rand(M, generator=g).to(device), torch.rand(M, generator=g).to(device)
-    eps, ones = 0.1, torch.ones_like(c)
+    ones = torch.ones_like(c)
+    _, _, mass, unit = specification(e, ones, targets, bias, None, None, d_zy, d_rest, None, 1.0, 2)
+    eps = (mass.quantile(0.85) / unit).item()
     with mock.patch.multiple(gather, **PATHS[path][0]), gather.observed() as plans:
         _, (de, _, _) = primitive(e, ones, targets, bias, None, None, (d_zy, d_rest, None), eps)
     assert any(plan["dropped"] > 0.02 for plan in plans) == (path not in ("crowded", "everything"))
     # At most eps R of each of five tiles is dropped, off by the map's float16 (2^-8) and the rounding of the mass (2^-9); what
-    # rounding took from S is given back rounded itself (2^-9 of 2^-9); a share of de is a multiple of 2^-22; de is rounded once.
+    # rounding took from S is given back rounded itself (2^-9 of 2^-9); a share of de is a multiple of 2^-22; de is rounded once (2^-8).
     size, want = d_zy.abs() + d_rest.abs(), (d_zy + d_rest).double()
-    bound = 5 * eps * size.square().mean().sqrt() * (2**-8 + 2**-9) + 2**-9 * want.abs() + 2**-16 * size
+    bound = 5 * eps * size.square().mean().sqrt() * (2**-8 + 2**-9) + 2**-8 * want.abs() + 2**-16 * size
     assert ((de.double() - want[:, None]).abs() <= bound[:, None]).all()
     assert (de == de[:, :1]).all()
 
@@ -585,7 +587,7 @@ def test_gain_is_what_makes_the_tail_right_under_a_softcap(device):
         error = relative(run(e, c, targets, impl="gather", filter_eps=0.05, softcap=4.0).de, want.de)
         with mock.patch.object(gather, "tail_mass", without):
             plain = relative(run(e, c, targets, impl="gather", filter_eps=0.05, softcap=4.0).de, want.de)
-    assert error < plain / 2
+    assert error < plain / 1.5  # a third in tiles of 32 classes, half in those of 128
 
 
 @pytest.mark.parametrize("eps", [2.0**-8, 2.0**-4, 0.5])
@@ -832,17 +834,35 @@ def test_state_has_the_shapes_that_torch_compile_is_told(device):
         assert [(x.shape, x.dtype) for x in state] == [(x.shape, x.dtype) for x in told]
 
 
+@pytest.mark.parametrize("ignored", [0, 1, 40])
+@pytest.mark.parametrize("filter_eps", [None, 1e-3])
+def test_the_product_begins_before_the_host_knows_the_targets(filter_eps, ignored, device):
+    """Once, if all tokens count; else the first attempt finds that they do not and does nothing."""
+    e, c, targets = skewed(device=device)
+    targets[:ignored] = -100
+    products, original = [], gather.tile_lse
+    watch = lambda *args: products.append((args, original(*args))) or products[-1][1]
+    with mock.patch.object(gather, "tile_lse", watch):
+        run(e, c, targets, impl="gather", filter_eps=filter_eps)
+    assert len(products) == (1 if ignored in (0, 40) else 2)
+    (*_, with_map, rank, count), (lse, _, _) = products[0]
+    assert with_map == (filter_eps is not None) and count.tolist()[0] == len(e) - ignored
+    assert (lse == -torch.inf).all() == (ignored > 0)
+    assert len(products) == 1 or products[1][0][-1] is None and len(products[1][1][0]) == len(e) - ignored
+
+
 def test_forward_without_gradients_makes_no_map(device):
     e, c, targets = skewed(dtype=BFLOAT16, device=device)
+    products, original = [], gather.tile_lse
     with (
-        mock.patch.object(gather, "tile_lse", wraps=gather.tile_lse) as forward,
-        mock.patch.object(gather, "prepare") as prepare,
+        mock.patch.object(gather, "tile_lse", lambda *args: products.append(original(*args)) or products[-1]),
+        mock.patch.object(gather, "sort_rows") as sort,
     ):
         linear_cross_entropy(e, c, targets, impl="gather")
         with torch.no_grad():
             linear_cross_entropy(e.requires_grad_(), c, targets, impl="gather")
-    assert forward.call_count == 2 and not any(call.kwargs["with_map"] for call in forward.call_args_list)
-    assert not prepare.called
+    assert len(products) == 2 and not sort.called
+    assert all(tiles is None for _, tiles, _ in products)
 
 
 # --------------------------------------------------------------------------------------------- on a GPU

@@ -72,7 +72,8 @@ def measure(
         if name in losses:
             row |= {"forward_ms": forward_times[name], "forward_backward_ms": times[name]}
     return {
-        "input": input_name, "N": N, "D": D, "V": V, "dtype": str(dtype).removeprefix("torch."), "seed": seed, "repeats": repeats, "idle": idle,
+        "input": input_name, "N": N, "D": D, "V": V, "dtype": str(dtype).removeprefix("torch."), "seed": seed, "repeats": repeats,
+        "idle": idle,
         "gemm_ms": times["GEMM"], "gemm_ms_beside_forward": forward_times["GEMM"],
         "gradient_bytes": e.numel() * e.element_size() + c.numel() * c.element_size(),
         "contenders": rows, "not_run": missing,

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-
 AHEAD = 16  # times that the buffer is overwritten before a call: 4 GB, about a millisecond
 
 

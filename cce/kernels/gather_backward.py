@@ -86,7 +86,7 @@ def pair_gradient_kernel(
             rows_of_c = tl.load(out_ptrs, mask=(v < V)[:, None] & (out < D)[None, :], other=0.0)
             share = dot(rounded, rows_of_c, tl.zeros((CHUNK, OUT_D), tl.float32))
             # Not by adding and subtracting a large number: Triton would let the product accumulate on it, and tensor cores truncate.
-            largest = tl.load(largest_ptr + out, mask=out < D, other=0.0).to(tl.float32)
+            largest = tl.load(largest_ptr + out, mask=out < D, other=0.0)
             per_quantum, q = quantum(size[:, None] * largest[None, :])
             share = tl.floor(share * per_quantum + 0.5) * q
             places = de_ptr + n[:, None] * stride_de + out[None, :]
@@ -158,7 +158,7 @@ def pair_gradient(
 ) -> Tensor:  # fmt: skip
     """Adds to out.de; returns S [pairs, TILE] in e's dtype, [0, TILE] if only de is wanted.
 
-    e [M, D], c [V, D] any strides; order [V], position [M] int64; largest [D]: the largest |c| of each feature, in c's dtype.
+    e [M, D], c [V, D] any strides; order [V], position [M] int64; largest [D] float32: the largest |c| of each feature.
     """
     (M, D), V = e.shape, c.shape[0]
     shape = blocks_for("pair_gradient", e)

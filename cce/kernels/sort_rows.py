@@ -1,4 +1,4 @@
-"""The classifier's rows in another order, and of each tile what the backward needs: its mean row, and its largest entries (notebook 09).
+"""The classifier's rows in another order, and what the backward needs of them: each tile's mean row, and the largest entries (notebook 09).
 
 Reads c once and writes it once: 4 V D bytes in 16 bits.
 """
@@ -31,7 +31,8 @@ def sort_rows_kernel(
     wide = c.to(tl.float32)
     mean = tl.sum(wide, 0) / min(TILE, V - tile * TILE)
     tl.store(mean_ptr + tile.to(tl.int64) * D + d, round_to(mean, mean_ptr.dtype.element_ty), mask=d < D)
-    tl.store(largest_ptr + tile.to(tl.int64) * D + d, tl.max(tl.abs(wide), 0), mask=d < D)
+    largest = tl.max(tl.abs(wide), 0).to(tl.int32, bitcast=True)  # of such numbers the bits have the same order
+    tl.atomic_max(largest_ptr + d, largest, mask=d < D, sem="relaxed")  # in any order the same
 
 
 class SortedRows(NamedTuple):
@@ -40,7 +41,7 @@ class SortedRows(NamedTuple):
     rows: Tensor  # [V, D]: c[order], for descriptors
     rank: Tensor  # [V] int64: where each class is in the order
     mean_rows: Tensor  # [T, D] in c's dtype: the mean of each tile's rows
-    largest: Tensor  # [T, D] in c's dtype: the largest |c| of each feature in a tile
+    largest: Tensor  # [D] float32: the largest |c| of each feature
 
 
 def sort_rows(c: Tensor, order: Tensor) -> SortedRows:
@@ -50,9 +51,9 @@ def sort_rows(c: Tensor, order: Tensor) -> SortedRows:
     rows = c.new_empty(V, cdiv(D, per_16_bytes) * per_16_bytes)[:, :D]
     BLOCK_D = min(128, power_of_2(D))
     grid = (cdiv(V, TILE), cdiv(D, BLOCK_D))
-    mean_rows, largest = c.new_empty(grid[0], D), c.new_empty(grid[0], D)
+    mean_rows, largest = c.new_empty(grid[0], D), torch.zeros(D, dtype=torch.int32, device=c.device)
     rank = torch.empty_like(order)
     sort_rows_kernel[grid](
         c, order, rank, rows, mean_rows, largest, V, D, *c.stride(), rows.stride(0), TILE=TILE, BLOCK_D=BLOCK_D
     )
-    return SortedRows(rows, rank, mean_rows, largest)
+    return SortedRows(rows, rank, mean_rows, largest.view(torch.float32))

@@ -32,9 +32,10 @@ PARTIAL_BYTES = 1_900_000  # for the strips' rows: longer strips where there are
 
 @triton.jit(do_not_specialize=["M", "strip_blocks"])
 def tile_lse_kernel(
-    e_desc, c_desc, bias_ptr, targets_ptr, rank_ptr, partial_ptr, tile_lse_ptr, gain_ptr,
+    e_desc, c_desc, bias_ptr, targets_ptr, rank_ptr, count_ptr, partial_ptr, tile_lse_ptr, gain_ptr,
     M, V, D, stride_cv, stride_cd, softcap, strip_blocks,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_RANK: tl.constexpr, C_IS_DESCRIPTOR: tl.constexpr, MAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_RANK: tl.constexpr, HAS_COUNT: tl.constexpr,
+    C_IS_DESCRIPTOR: tl.constexpr, MAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     block_n, strip = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_N), tl.cdiv(V, BLOCK_V * strip_blocks), GROUP)
@@ -45,7 +46,10 @@ def tile_lse_kernel(
     targets = targets.to(tl.int32)
     high = tl.full((BLOCK_N,), float("-inf"), tl.float32)  # running maximum
     total = tl.zeros((BLOCK_N,), tl.float32)  # running sum of exp(z - high)
-    for start_v in range(strip * strip_blocks * BLOCK_V, min((strip + 1) * strip_blocks * BLOCK_V, V), BLOCK_V):
+    end_v = min((strip + 1) * strip_blocks * BLOCK_V, V)
+    if HAS_COUNT:  # another number of tokens than was hoped: there is nothing to do
+        end_v = tl.where(tl.load(count_ptr) == M, end_v, 0)
+    for start_v in range(strip * strip_blocks * BLOCK_V, end_v, BLOCK_V):
         v = start_v + tl.arange(0, BLOCK_V)
         z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
         for start_d in range(0, D, BLOCK_D):
@@ -127,11 +131,13 @@ def tile_lse(
     softcap: float | None,
     with_map: bool,
     rank: Tensor | None = None,
+    count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(lse_rest [M] float32, tile_lse [T, M] float32, gain [T, M] float16 with softcap); no maps unless with_map.
 
     e [M, D], c [V, D] (any strides), targets [M] int64, bias [V]. With a rank [V], c's rows and bias are classes in another order, and
-    a target's row is rank[target]. T = ceil(V / TILE). -inf where a tile is empty.
+    a target's row is rank[target]. T = ceil(V / TILE). -inf where a tile is empty. With a count, an integer on the device, everything is
+    undefined and costs nothing unless count[0] is M: so a launch need not wait for the host to know.
     """
     (M, D), V = e.shape, c.shape[0]
     shape = blocks_for("tile_lse", e)
@@ -145,9 +151,9 @@ def tile_lse(
     tile_lse_kernel[(cdiv(M, shape.BLOCK_N) * len(partial),)](
         descriptor(aligned(e), shape.BLOCK_N, shape.BLOCK_D),
         descriptor(c, shape.BLOCK_V, shape.BLOCK_D) if by_descriptor else c,
-        bias, targets, rank, partial, tiles, gain, M, V, D, *c.stride(), softcap, strip_blocks,
+        bias, targets, rank, count, partial, tiles, gain, M, V, D, *c.stride(), softcap, strip_blocks,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None, HAS_RANK=rank is not None,
-        C_IS_DESCRIPTOR=by_descriptor, MAP=with_map,
+        HAS_COUNT=count is not None,        C_IS_DESCRIPTOR=by_descriptor, MAP=with_map,
         TILE=TILE, GROUP=GROUP, **shape._asdict(),
     )  # fmt: skip
     lse = torch.empty(M, device=e.device)
