@@ -36,14 +36,14 @@ from cce.kernels.tile_lse import TILE, tile_lse
 from cce.kernels.upstream import upstream
 from cce.precision import add_product, ieee_float32, weighted_row_sum
 
-DENSE = 0.4  # where tiles keep more of their tokens than this, all tokens together cost less than those
+DENSE = 0.25  # where tiles keep more of their tokens than this, all tokens together cost less than those
 MOSTLY_DENSE = 0.6  # where more than this of all pairs would be computed, all are
 UNIT = 1024.0  # tail masses are stored times this, out of float16's subnormal numbers
 CANDIDATES = 8  # thresholds tried, each the last one over sqrt(2), until little enough is dropped
 SLAB_SHARE = 0.1  # of the gradients' bytes: room for a slab's S and copy of c's rows, or
 SLAB_BYTES = 112 << 20  # this much, if it is more
 SLAB_CLASSES = 8192  # at most: tensor cores truncate as they add, and between slabs de is added in float32
-PAIR_SHARE = 0.6  # of that room, for the S of kept pairs: the tail is there as well
+PAIR_SHARE = 0.6  # of that room where the tail's masses are there as well
 DE_SHARE = 0.25  # of the gradients' bytes: a float32 de beyond this is made in blocks of tokens
 LONG_BYTES = 56 << 20  # the room then
 BLOCK_SHARE = 0.035  # of the gradients' bytes, for what such a block's tokens have in float32 and in the map of masses;
@@ -268,7 +268,6 @@ def one_pass(p: Problem, plan: Plan | None, wanted) -> tuple[Tensor | None, Tens
         torch.empty(V, D, dtype=p.c.dtype, device=p.c.device) if want_c else None,
         torch.zeros(V, device=p.c.device) if want_bias else None,
         weighted_row_sum(p.e, p.d_zbar) if want_c and p.d_zbar is not None else None,
-        torch.zeros(M, device=p.e.device) if want_e and p.e.dtype != torch.float32 else None,
     )
     if plan is None:
         add_all(p, sums)
@@ -282,8 +281,10 @@ def one_pass(p: Problem, plan: Plan | None, wanted) -> tuple[Tensor | None, Tens
             add_all(p, sums)
         else:
             add_kept(p, plan, tail, sums)
+            add_crowded(p, plan, tail, sums)
+            if want_e:  # only now: while pairs are added, its sums must be free of rounding
+                add_product(sums.de, tail.mass.T, p.state.mean_rows, 1 / UNIT)
             del tail
-            add_crowded(p, plan, sums)
     return sums.finish(p)
 
 
@@ -294,17 +295,9 @@ class Sums(NamedTuple):
     dc: Tensor | None  # [V, D] in c's dtype, finished tile by tile
     dbias: Tensor | None  # [V] float32, over scale
     mean_e: Tensor | None  # [D] float32, over scale: with label smoothing dc[v] += mean_weight[v] * mean_e
-    residual: Tensor | None  # [M] float32, over scale: what rounding S took from slabs' rows; goes back at c's mean row
 
     def finish(self, p: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         de, dbias = self.de, self.dbias
-        if self.residual is not None:
-            mean = (
-                weighted_row_sum(p.c) / len(p.c)
-                if p.state is None
-                else weighted_row_sum(p.state.mean_rows) / len(p.state.mean_rows)
-            )
-            de.addr_(self.residual, mean)
         if p.d_zbar is not None:
             if de is not None:
                 de.addr_(p.d_zbar, weighted_row_sum(p.c, p.mean_weight))
@@ -321,7 +314,8 @@ class Sums(NamedTuple):
 class Tail:
     """The mass of the dropped pairs, put back at the tile's mean: [T, M] times UNIT, and its parts of dc and dbias.
 
-    A kept pair's place in `mass` is 0, until pair_gradient writes there what rounding took from the pair's row of S.
+    A kept pair's place in `mass` is 0, until pair_gradient writes there what rounding took from the pair's row of S; what it took in the
+    crowded tiles is all in the first one's.
     """
 
     def __init__(self, p: Problem, plan: Plan, sums: Sums):
@@ -373,43 +367,50 @@ def add_kept(p: Problem, plan: Plan, tail: Tail, sums: Sums) -> None:
             )
         if sums.dc is not None or sums.dbias is not None:
             tile_gradient(p.e, logit_gradients, s.order, pairs, out)
-    if sums.de is not None:  # only now: until here its sums were free of rounding, whatever their order
-        add_product(sums.de, tail.mass.T, s.mean_rows, 1 / UNIT)
     if sums.dbias is not None:
         sums.dbias[s.order] += tail.dbias
 
 
-def add_crowded(p: Problem, plan: Plan, sums: Sums) -> None:
+def add_crowded(p: Problem, plan: Plan, tail: Tail, sums: Sums) -> None:
     """The tiles that keep many tokens, for all of them."""
     end = min(plan.tiles.start * TILE, len(p.c))
-    most = slab_classes(p, copies=True)
+    lost, most = residual(p, sums), slab_classes(p, int(PAIR_SHARE * p.room), copies=True)
     for first in range(0, end, most):
-        add_slab(p, p.state.order[first : min(first + most, end)], p.state.position - first, sums)
+        add_slab(p, p.state.order[first : min(first + most, end)], p.state.position - first, sums, lost)
+    if end and lost is not None:
+        torch.mul(lost, UNIT, out=tail.mass[0])
 
 
 def add_all(p: Problem, sums: Sums) -> None:
     """The whole vocabulary in its own order."""
-    V = len(p.c)
-    most = slab_classes(p, copies=False)
+    V, rows = len(p.c), p.c if p.state is None else p.state.mean_rows
+    lost, most = residual(p, sums), slab_classes(p, p.room, copies=False)
     for first in range(0, V, most):
-        add_slab(p, slice(first, min(first + most, V)), p.targets - first, sums)
+        add_slab(p, slice(first, min(first + most, V)), p.targets - first, sums, lost)
+    if lost is not None:
+        sums.de.addr_(lost, weighted_row_sum(rows) / len(rows))
 
 
-def slab_classes(p: Problem, copies: bool) -> int:
-    """Classes per slab, a multiple of TILE: S, and a copy of c's rows where they are not in place, take SLAB_SHARE of the gradients."""
+def residual(p: Problem, sums: Sums) -> Tensor | None:
+    """[M] float32, over scale, to hold what rounding S takes from slabs' rows of it. It goes back at a mean row of c."""
+    return None if sums.de is None or p.e.dtype == torch.float32 else torch.zeros(len(p.e), device=p.e.device)
+
+
+def slab_classes(p: Problem, room: int, copies: bool) -> int:
+    """Classes per slab, a multiple of TILE: room bytes have S, and a copy of c's rows where they are not in place."""
     (M, D), size = p.e.shape, p.e.element_size()
-    return max(min(p.room // (size * (M + D * copies)), SLAB_CLASSES) // TILE, 1) * TILE
+    return max(min(room // (size * (M + D * copies)), SLAB_CLASSES) // TILE, 1) * TILE
 
 
-def add_slab(p: Problem, here: slice | Tensor, targets: Tensor, sums: Sums) -> None:
+def add_slab(p: Problem, here: slice | Tensor, targets: Tensor, sums: Sums, residual: Tensor | None) -> None:
     """One slab of classes for all tokens: S, then two products. targets are rows of the slab, others are elsewhere."""
     e, c = aligned(p.e), aligned(rows_of(p.c, here))
     s, lost, dbias = logit_gradient(
         e, c, rows_of(p.bias, here), targets, p.softcap, p.lse_rest, p.d_zy, p.d_rest,
-        with_lost=sums.residual is not None, with_bias=sums.dbias is not None,
+        with_lost=residual is not None, with_bias=sums.dbias is not None,
     )  # fmt: skip
     if lost is not None:
-        sums.residual.add_(lost)
+        residual.add_(lost)
     if sums.de is not None:
         add_product(sums.de, s, c)
     if sums.dc is not None:

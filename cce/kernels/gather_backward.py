@@ -80,8 +80,11 @@ def pair_gradient_kernel(
         lost = tl.sum(s - rounded.to(tl.float32), 1) * unit  # what rounding took from the row: back at the tile's mean
         tl.store(tail_ptr + tile.to(tl.int64) * M + n, round_to(lost, tail_ptr.dtype.element_ty), mask=live)
         size = tl.abs(d_zy) + tl.abs(d_rest)
-        for start in range(0, D, OUT_D):
-            out = start + tl.arange(0, OUT_D)
+        blocks = tl.cdiv(D, OUT_D)
+        for i in range(
+            0, blocks
+        ):  # from the last feature on: its columns of c were read a moment ago, and are still in L2
+            out = (blocks - 1 - i) * OUT_D + tl.arange(0, OUT_D)
             out_ptrs = c_ptr + row[:, None] * stride_cv + out.to(tl.int64)[None, :] * stride_cd
             rows_of_c = tl.load(out_ptrs, mask=(v < V)[:, None] & (out < D)[None, :], other=0.0)
             share = dot(rounded, rows_of_c, tl.zeros((CHUNK, OUT_D), tl.float32))
