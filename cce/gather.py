@@ -190,47 +190,43 @@ class Problem(NamedTuple):
 
 
 class Plan:
-    """Where the crowded tiles end, and where the kept pairs of the others are; on the device and, after wait(), here.
+    """Where the crowded tiles end, and where the kept pairs of the others are: on the device, and here once slabs() is through.
 
     The vocabulary is sorted, so the crowded tiles come first: those before `first_tile` are computed for all tokens. It is where the
-    sum of (kept pairs - DENSE · M) over the tiles before it is largest. The threshold is the first of the given ones that drops at most
-    the share `most` of the total gradient mass.
+    sum of (kept pairs - DENSE · M) over the tiles before it is largest, and behind the last tile where MOSTLY_DENSE is passed. The
+    threshold is the first of the given ones that drops at most the share `most` of the total gradient mass.
     """
 
     def __init__(self, p: Problem, thresholds: Tensor, most: float | None, total: Tensor):
         self.p, (T, M) = p, p.state.log_share.shape
         self.chunk = blocks_for("pair_gradient", p.e).BLOCK_N
-        self.capacity = max(int(PAIR_SHARE * p.room) // (TILE * p.e.element_size()), M)
+        self.capacity = min(max(int(PAIR_SHARE * p.room) // (TILE * p.e.element_size()), M), T * M)
         counted = count_pairs(p.state.log_share, p.d_rest, p.state.position, thresholds)
-        self.threshold, plan = plan_tiles(*counted, thresholds, total, most, M, round(DENSE * M), self.chunk)
+        self.threshold, plan = plan_tiles(
+            *counted, thresholds, total, most, M, round(DENSE * M), round(MOSTLY_DENSE * T * M), self.chunk
+        )
         self.pair_start, self.chunk_start, self.first_tile = plan.split((T + 1, T + 1, 1))
         self._copy = HostCopy(plan)
-        self._first = self._list(range(T))  # before the host knows how many
-
-    def _list(self, tiles: range) -> tuple[Tensor, Tensor]:
-        p = self.p
-        starts = self.pair_start, self.chunk_start
-        return list_pairs(
-            p.state.log_share, p.d_rest, p.state.position, self.threshold, *starts, tiles, self.capacity, self.chunk
-        )
-
-    def wait(self) -> None:
-        """The one moment at which the host waits for the device."""
-        T, M = self.p.state.log_share.shape
-        self.pairs_before, self.chunks_before, last = np.split(self._copy.wait(), [T + 1, 2 * T + 2])
-        self.tiles = range(int(last[0]), T)
-        self.mostly_dense = int(self.pairs_before[-1]) + self.tiles.start * M > MOSTLY_DENSE * T * M
 
     def slabs(self):
-        """The kept pairs, as many tiles at a time as have `capacity` of them."""
-        first, listed = self.tiles.start, self._first
-        while first < self.tiles.stop:
-            last = np.searchsorted(self.pairs_before, self.pairs_before[first] + self.capacity, "right") - 1
-            tiles = range(first, int(last))
-            rows, chunk_tile = self._list(tiles) if listed is None else listed
-            pairs, chunks = (int(x[tiles.stop] - x[first]) for x in (self.pairs_before, self.chunks_before))
-            yield Pairs(tiles, rows[:pairs], chunk_tile[:chunks], self.pair_start, self.chunk_start)
-            first, listed = tiles.stop, None
+        """The kept pairs, as many tiles at a time as have `capacity` of them. The first one hopes that this is all of them, and is launched
+        before the host knows; if it is not, the kernels find it, do nothing, and the slabs come one by one."""
+        T = len(self.p.state.log_share)
+        yield self._pairs(range(T), self.capacity)
+        totals = self._copy.wait()  # the one moment at which the host waits for the device
+        self.before, first = totals[: T + 1], int(totals[-1])
+        self.tiles = range(first, T)
+        while self.before[-1] > self.capacity and first < T:
+            last = int(np.searchsorted(self.before, self.before[first] + self.capacity, "right")) - 1
+            yield self._pairs(range(first, last), int(self.before[last] - self.before[first]))
+            first = last
+
+    def _pairs(self, tiles: range, capacity: int) -> Pairs:
+        p, starts = self.p, (self.pair_start, self.chunk_start)
+        listed = list_pairs(
+            p.state.log_share, p.d_rest, p.state.position, self.threshold, *starts, tiles, capacity, self.chunk
+        )
+        return Pairs(tiles, *listed, *starts, self.first_tile)
 
 
 @contextlib.contextmanager
@@ -250,11 +246,9 @@ _observers: list[list[dict]] = []
 
 def observe(p: Problem, plan: Plan, tail: "Tail") -> None:
     T, M = p.state.log_share.shape
-    shares = {"crowded": 1.0, "gathered": 0.0, "dropped": 0.0}
-    if not plan.mostly_dense:
-        gathered, total = int(plan.pairs_before[-1]) / (T * M), p.d_rest.abs().sum().item()
-        dropped = float(tail.dropped) / total if total else 0.0
-        shares = {"crowded": plan.tiles.start / T, "gathered": gathered, "dropped": dropped}
+    gathered, total = int(plan.before[-1]) / (T * M), p.d_rest.abs().sum().item()
+    dropped = float(tail.dropped) / total if total else 0.0
+    shares = {"crowded": plan.tiles.start / T, "gathered": gathered, "dropped": dropped}
     for plans in _observers:
         plans.append(shares)
 
@@ -272,15 +266,14 @@ def one_pass(p: Problem, plan: Plan | None, wanted) -> tuple[Tensor | None, Tens
     if plan is None:
         add_all(p, sums)
     else:
-        tail = Tail(p, plan, sums)  # keeps the device busy while the host waits for the plan
-        plan.wait()
+        tail = Tail(p, plan, sums)
+        add_kept(p, plan, tail, sums)
         if _observers:
             observe(p, plan, tail)
-        if plan.mostly_dense:
+        if not plan.tiles:
             del tail
             add_all(p, sums)
         else:
-            add_kept(p, plan, tail, sums)
             add_crowded(p, plan, tail, sums)
             if want_e:  # only now: while pairs are added, its sums must be free of rounding
                 add_product(sums.de, tail.mass.T, p.state.mean_rows, 1 / UNIT)
@@ -348,23 +341,9 @@ def add_kept(p: Problem, plan: Plan, tail: Tail, sums: Sums) -> None:
     s = p.state
     out = Outputs(sums.de, sums.dc, sums.dbias, tail.mass, tail.dc, p.mean_weight, sums.mean_e, p.scale)
     for pairs in plan.slabs():
-        logit_gradients = p.e.new_empty(0)
-        if len(pairs.rows):
-            logit_gradients = pair_gradient(
-                p.e,
-                p.c,
-                p.bias,
-                s.order,
-                s.position,
-                p.softcap,
-                p.lse_rest,
-                p.d_zy,
-                p.d_rest,
-                s.largest,
-                pairs,
-                UNIT,
-                out,
-            )
+        logit_gradients = pair_gradient(
+            p.e, p.c, p.bias, s.order, s.position, p.softcap, p.lse_rest, p.d_zy, p.d_rest, s.largest, pairs, UNIT, out
+        )
         if sums.dc is not None or sums.dbias is not None:
             tile_gradient(p.e, logit_gradients, s.order, pairs, out)
     if sums.dbias is not None:

@@ -101,7 +101,7 @@ def _launch_gather(kernel: str, e, c, targets, bias) -> None:
         upstream.upstream(d, d, d, scalar, 0.1, 8)
     elif kernel == "plan_tiles":
         count, mass = torch.zeros(8, T, dtype=torch.int32), torch.zeros(8, T)
-        pair_plan.plan_tiles(count, mass, torch.zeros(8), scalar, 0.03, M, 100, 64)
+        pair_plan.plan_tiles(count, mass, torch.zeros(8), scalar, 0.03, M, 100, 1000, 64)
     elif kernel == "count_pairs":
         pair_plan.count_pairs(share, d, targets, torch.zeros(12))
     elif kernel == "tail_mass":
@@ -117,7 +117,7 @@ def _launch_gather(kernel: str, e, c, targets, bias) -> None:
         out = gather_backward.Outputs(
             torch.zeros(M, D), c, torch.zeros(V), tail, torch.zeros(T, D), torch.zeros(V), torch.zeros(D), scalar
         )
-        pairs = gather_backward.Pairs(range(T), ints, ints[:4], ints, ints)
+        pairs = gather_backward.Pairs(range(T), ints, ints[:4], ints, ints, ints)
         if kernel == "pair_gradient":
             gather_backward.pair_gradient(e, c, bias, order, targets, 30.0, d, d, d, c[0], pairs, 1024.0, out)
         else:

@@ -779,21 +779,23 @@ def test_count_pairs_keeps_all_under_a_threshold_of_minus_1_or_nan():
 @pytest.mark.parametrize("most", [None, 0.5, 0.1, 0.01, 0.0])
 @pytest.mark.parametrize("crowd", [-1, 20, 60, 1000])
 @pytest.mark.parametrize("T", [1, pair_plan.BLOCK_T, 2 * pair_plan.BLOCK_T + 3])
-def test_plan_tiles(T, crowd, most):
+@pytest.mark.parametrize("share", [0.3, 2])
+def test_plan_tiles(T, crowd, most, share):
     """Against a search by hand. Two tiles gain the same: the boundary is behind the first of them."""
     g, M, chunk, K = torch.Generator().manual_seed(T), 100, 16, 3
     count = torch.randint(0, M, (K, T), generator=g).int()
     count[:, T // 2 :] //= 3
     dropped = torch.tensor([[0.4], [0.05], [0.002]]) * torch.rand(K, T, generator=g)
-    thresholds, total = torch.tensor([0.5, 0.25, 0.125]), float(T)
+    thresholds, total, dense = torch.tensor([0.5, 0.25, 0.125]), float(T), round(share * T * M)
     threshold, plan = pair_plan.plan_tiles(
-        *(x.to(DEVICE) for x in (count, dropped, thresholds, torch.tensor(total))), most, M, crowd, chunk
+        *(x.to(DEVICE) for x in (count, dropped, thresholds, torch.tensor(total))), most, M, crowd, dense, chunk
     )
     little = [k for k in range(K) if most is None or dropped[k].sum() <= most * total]
     kept = count[little[0]].tolist() if little else [M] * T
     assert threshold.tolist() == [thresholds[little[0]].item() if little else -1]
     saved = [sum(kept[:t]) - t * crowd for t in range(T + 1)]
     first = saved.index(max(saved))
+    first = T if first * M + sum(kept[first:]) > dense else first
     kept = [0] * first + kept[first:]
     pairs, chunks = ([sum(x[:t]) for t in range(T + 1)] for x in (kept, [-(-k // chunk) for k in kept]))
     assert plan.tolist() == [*pairs, *chunks, first]
@@ -970,15 +972,18 @@ class Gathered:
         self.kept = (torch.rand(self.T, M, generator=g) < density).to(DEVICE)
         self.tail_dc = randn(self.T, D, seed=7)
 
-    def run(self, want="ecb", tiles=None, mean=False, scale=1.0):
-        """(S, tail, Outputs) after both kernels."""
+    def run(self, want="ecb", tiles=None, mean=False, scale=1.0, crowded=0, missing=0):
+        """(S, tail, Outputs) after both kernels. missing: by so many pairs the list is too short."""
         (M, D), V, chunk = self.e.shape, len(self.c), blocks_of("pair_gradient", self.e.dtype).BLOCK_N
         tiles = range(self.T) if tiles is None else tiles
         pair_start, chunk_start = starts_of(self.kept, chunk)
         rows = torch.cat([self.kept[t].nonzero()[:, 0] for t in tiles]).int()
         chunk_tile = torch.arange(self.T, device=DEVICE).repeat_interleave(chunk_start.diff())
         chunk_tile = chunk_tile[chunk_start[tiles.start] : chunk_start[tiles.stop]].int()
-        pairs = gather_backward.Pairs(tiles, rows, chunk_tile, pair_start, chunk_start)
+        rows, more = rows[: len(rows) - missing], torch.full((3,), -1, dtype=torch.int32, device=DEVICE)
+        chunk_tile = torch.cat([chunk_tile, more])  # programs without a chunk
+        crowded = torch.tensor([crowded], dtype=torch.int32, device=DEVICE)
+        pairs = gather_backward.Pairs(tiles, rows, chunk_tile, pair_start, chunk_start, crowded)
         out = gather_backward.Outputs(
             torch.zeros(M, D, device=DEVICE) if "e" in want else None,
             torch.full((V, D), NAN, dtype=self.e.dtype, device=DEVICE) if "c" in want else None,
@@ -1077,6 +1082,21 @@ def test_pair_and_tile_gradient_of_tiles_that_keep_nothing_or_everything():
 
 def test_tile_gradient_adds_label_smoothings_part_and_multiplies_by_the_scale():
     Gathered(dtype=torch.float16).check(mean=True, scale=2.0**-3)
+
+
+def test_pair_and_tile_gradient_do_nothing_where_the_list_is_too_short():
+    _, _, out = Gathered().run(missing=1)
+    assert not out.de.any() and (out.tail == 7).all()
+    assert out.dc.isnan().all() and out.dbias.isnan().all()
+
+
+def test_tile_gradient_leaves_crowded_tiles_alone():
+    g = Gathered()
+    g.kept[0] = False
+    _, _, out = g.run(crowded=1)
+    of_tiles = out.dc[g.order].isnan().all(1)
+    assert of_tiles[:TILE].all() and not of_tiles[TILE:].any()
+    assert out.dbias[g.order[:TILE]].isnan().all() and not out.dbias[g.order[TILE:]].isnan().any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -31,18 +31,28 @@ def quantum(bound):
     return ((276 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 22) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first_tile"])
+@triton.jit
+def slab_of_pairs(pair_start_ptr, chunk_start_ptr, first_tile, last_tile, capacity):
+    """(pairs before the slab, chunks before it, chunks in it: 0 if it has more pairs than capacity)."""
+    pairs, chunks = tl.load(pair_start_ptr + first_tile), tl.load(chunk_start_ptr + first_tile)
+    fits = tl.load(pair_start_ptr + last_tile) - pairs <= capacity
+    return pairs, chunks, tl.where(fits, tl.load(chunk_start_ptr + last_tile) - chunks, 0)
+
+
+@triton.jit(do_not_specialize=["first_tile", "last_tile", "capacity"])
 def pair_gradient_kernel(
     e_ptr, c_ptr, bias_ptr, order_ptr, position_ptr, lse_ptr, d_zy_ptr, d_rest_ptr, largest_ptr,
     rows_ptr, chunk_tile_ptr, pair_start_ptr, chunk_start_ptr, s_ptr, tail_ptr, de_ptr,
-    first_tile, M, V, D, stride_en, stride_ed, stride_cv, stride_cd, stride_de, softcap, unit,
+    first_tile, last_tile, capacity, M, V, D, stride_en, stride_ed, stride_cv, stride_cd, stride_de, softcap, unit,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WANT_E: tl.constexpr, KEEP_S: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, OUT_D: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
+    base, base_chunk, chunks = slab_of_pairs(pair_start_ptr, chunk_start_ptr, first_tile, last_tile, capacity)
+    if pid >= chunks:
+        return
     tile = tl.load(chunk_tile_ptr + pid)
-    base = tl.load(pair_start_ptr + first_tile)
-    within = pid + tl.load(chunk_start_ptr + first_tile) - tl.load(chunk_start_ptr + tile)
+    within = pid + base_chunk - tl.load(chunk_start_ptr + tile)
     start_pair, end_pair = tl.load(pair_start_ptr + tile) - base, tl.load(pair_start_ptr + tile + 1) - base
     pair = start_pair + within * CHUNK + tl.arange(0, CHUNK)
     live = pair < end_pair
@@ -81,9 +91,7 @@ def pair_gradient_kernel(
         tl.store(tail_ptr + tile.to(tl.int64) * M + n, round_to(lost, tail_ptr.dtype.element_ty), mask=live)
         size = tl.abs(d_zy) + tl.abs(d_rest)
         blocks = tl.cdiv(D, OUT_D)
-        for i in range(
-            0, blocks
-        ):  # from the last feature on: its columns of c were read a moment ago, and are still in L2
+        for i in range(0, blocks):  # from the last feature on: these columns of c were read a moment ago
             out = (blocks - 1 - i) * OUT_D + tl.arange(0, OUT_D)
             out_ptrs = c_ptr + row[:, None] * stride_cv + out.to(tl.int64)[None, :] * stride_cd
             rows_of_c = tl.load(out_ptrs, mask=(v < V)[:, None] & (out < D)[None, :], other=0.0)
@@ -96,16 +104,19 @@ def pair_gradient_kernel(
             tl.atomic_add(places, share, mask=live[:, None] & (out < D)[None, :], sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first_tile"])
+@triton.jit(do_not_specialize=["first_tile", "last_tile", "capacity"])
 def tile_gradient_kernel(
-    e_ptr, s_ptr, order_ptr, rows_ptr, pair_start_ptr, tail_dc_ptr, weight_ptr, mean_e_ptr, scale_ptr, dc_ptr, dbias_ptr,
-    first_tile, V, D, stride_en, stride_ed, stride_dc,
+    e_ptr, s_ptr, order_ptr, rows_ptr, pair_start_ptr, crowded_ptr,
+    tail_dc_ptr, weight_ptr, mean_e_ptr, scale_ptr, dc_ptr, dbias_ptr,
+    first_tile, last_tile, capacity, V, D, stride_en, stride_ed, stride_dc,
     HAS_MEAN: tl.constexpr, WANT_C: tl.constexpr, WANT_BIAS: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks_d = tl.cdiv(D, BLOCK_D) if WANT_C else 1
     tile, block_d = first_tile + tl.program_id(0) // blocks_d, tl.program_id(0) % blocks_d
     base = tl.load(pair_start_ptr + first_tile)
+    if (tile < tl.load(crowded_ptr)) | (tl.load(pair_start_ptr + last_tile) - base > capacity):
+        return
     start, end = tl.load(pair_start_ptr + tile) - base, tl.load(pair_start_ptr + tile + 1) - base
     d = block_d * BLOCK_D + tl.arange(0, BLOCK_D)
     v = tile * TILE + tl.arange(0, TILE)
@@ -146,20 +157,21 @@ class Outputs(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The kept pairs of a slab of tiles, listed by kernels.pair_plan."""
+    """The kept pairs of a slab of tiles, listed by kernels.pair_plan. If they are more than the list has room for, nothing is done."""
 
     tiles: range
-    rows: Tensor  # [pairs] int32: tokens, tile after tile
-    chunk_tile: Tensor  # [chunks] int32
+    rows: Tensor  # [capacity] int32: tokens, tile after tile
+    chunk_tile: Tensor  # [at least the slab's chunks] int32
     pair_start: Tensor  # [T + 1] int32: running totals over all tiles
     chunk_start: Tensor  # [T + 1] int32
+    crowded: Tensor  # [1] int32: the tiles before this one are somebody else's
 
 
 def pair_gradient(
     e: Tensor, c: Tensor, bias: Tensor | None, order: Tensor, position: Tensor, softcap: float | None, lse_rest: Tensor,
     d_zy: Tensor, d_rest: Tensor, largest: Tensor, pairs: Pairs, unit: float, out: Outputs,
 ) -> Tensor:  # fmt: skip
-    """Adds to out.de; returns S [pairs, TILE] in e's dtype, [0, TILE] if only de is wanted.
+    """Adds to out.de; returns S [capacity, TILE] in e's dtype, [0, TILE] if only de is wanted.
 
     e [M, D], c [V, D] any strides; order [V], position [M] int64; largest [D] float32: the largest |c| of each feature.
     """
@@ -170,7 +182,8 @@ def pair_gradient(
     pair_gradient_kernel[(len(pairs.chunk_tile),)](
         e, c, bias, order, position, lse_rest, d_zy, d_rest, largest,
         pairs.rows, pairs.chunk_tile, pairs.pair_start, pairs.chunk_start, s, out.tail, out.de,
-        pairs.tiles.start, M, V, D, *e.stride(), *c.stride(), 0 if out.de is None else out.de.stride(0), softcap, unit,
+        pairs.tiles.start, pairs.tiles.stop, len(pairs.rows), M, V, D,
+        *e.stride(), *c.stride(), 0 if out.de is None else out.de.stride(0), softcap, unit,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None, WANT_E=out.de is not None, KEEP_S=keep_s,
         TILE=TILE, CHUNK=shape.BLOCK_N, BLOCK_D=shape.BLOCK_D, OUT_D=shape.BLOCK_V,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
@@ -184,8 +197,9 @@ def tile_gradient(e: Tensor, s: Tensor, order: Tensor, pairs: Pairs, out: Output
     shape = blocks_for("tile_gradient", e)
     blocks_d = cdiv(D, shape.BLOCK_D) if out.dc is not None else 1
     tile_gradient_kernel[(blocks_d * len(pairs.tiles),)](
-        e, s, order, pairs.rows, pairs.pair_start, out.tail_dc, out.mean_weight, out.mean_e, out.scale, out.dc, out.dbias,
-        pairs.tiles.start, V, D, *e.stride(), 0 if out.dc is None else out.dc.stride(0),
+        e, s, order, pairs.rows, pairs.pair_start, pairs.crowded,
+        out.tail_dc, out.mean_weight, out.mean_e, out.scale, out.dc, out.dbias,
+        pairs.tiles.start, pairs.tiles.stop, len(pairs.rows), V, D, *e.stride(), 0 if out.dc is None else out.dc.stride(0),
         HAS_MEAN=out.mean_e is not None, WANT_C=out.dc is not None, WANT_BIAS=out.dbias is not None, TILE=TILE,
         CHUNK=shape.BLOCK_N, BLOCK_D=shape.BLOCK_D, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip

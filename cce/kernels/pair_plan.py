@@ -61,9 +61,9 @@ def count_pairs_kernel(
     tl.store(dropped_ptr + k * tl.num_programs(0) + tile, tl.sum(dropped, 1), mask=k < K)
 
 
-@triton.jit(do_not_specialize=["M", "T", "most", "crowd"])
+@triton.jit(do_not_specialize=["M", "T", "most", "crowd", "dense"])
 def plan_tiles_kernel(
-    count_ptr, dropped_ptr, threshold_ptr, total_ptr, chosen_ptr, plan_ptr, M, T, K, most, crowd,
+    count_ptr, dropped_ptr, threshold_ptr, total_ptr, chosen_ptr, plan_ptr, M, T, K, most, crowd, dense,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, BLOCK_K)
@@ -90,6 +90,8 @@ def plan_tiles_kernel(
         high = tl.max(sums, 0)  # behind T the sum stays what it was at T
         first = tl.where(high > best, tl.min(tl.where(sums == high, t, T), 0) + 1, first)
         best = tl.maximum(high, best)
+    kept = (saved + crowd * T.to(tl.int64)) - (best + crowd * first.to(tl.int64))
+    first = tl.where(kept + M * first.to(tl.int64) > dense, T, first)
     tl.store(plan_ptr + 2 * T + 2, first)
 
     pairs = tl.full((), 0, tl.int32)
@@ -169,18 +171,20 @@ def plan_tiles(
     most: float | None,
     M: int,
     crowd: int,
+    dense: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """(threshold [1] float32, plan [2 T + 3] int32), from count_pairs of M tokens.
 
     threshold is the first of the thresholds that drops at most this share of total, a float32 scalar on the device (None: the first), or -1
-    if none does. The crowded tiles are those before `first`, where the sum of (count - crowd) over the tiles before it is largest; plan is
-    the running totals [T + 1] of the other tiles' pairs, those [T + 1] of their chunks, and `first`.
+    if none does. The crowded tiles are those before `first`, where the sum of (count - crowd) over the tiles before it is largest: all
+    tiles, if more than `dense` pairs were to be computed otherwise. plan is the running totals [T + 1] of the other tiles' pairs, those
+    [T + 1] of their chunks, and `first`.
     """
     K, T = count.shape
     threshold, plan = dropped.new_empty(1), count.new_empty(2 * T + 3)
     plan_tiles_kernel[(1,)](
-        count, dropped, thresholds, total, threshold, plan, M, T, K, math.inf if most is None else float(most), crowd,
+        count, dropped, thresholds, total, threshold, plan, M, T, K, math.inf if most is None else float(most), crowd, dense,
         CHUNK=chunk, BLOCK_K=power_of_2(K), BLOCK_T=BLOCK_T,
     )  # fmt: skip
     return threshold, plan
