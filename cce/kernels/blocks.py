@@ -36,7 +36,7 @@ TABLE = {
     # BLOCK_N pairs at a time; BLOCK_V features of de at a time
     ("pair_gradient", 2): [(160, Blocks(64, 64, 64, 4, 4)), (64, Blocks(64, 64, 32, 4, 2))],
     ("pair_gradient", 4): [(99, Blocks(32, 64, 32, 4, 2)), (64, Blocks(16, 32, 32, 4, 2))],
-    ("tile_gradient", 2): [(99, Blocks(32, 0, 64, 4, 3)), (64, Blocks(32, 0, 64, 4, 2))],
+    ("tile_gradient", 2): [(99, Blocks(32, 0, 64, 4, 2)), (64, Blocks(32, 0, 64, 4, 2))],
     ("slab_gradient", 2): [(200, Blocks(64, 128, 256, 8, 3)), (99, Blocks(64, 128, 128, 8, 2)), (64, Blocks(32, 128, 64, 4, 2))],
     ("slab_gradient", 4): [(99, Blocks(32, 128, 64, 8, 2)), (64, Blocks(32, 64, 64, 4, 2))],
     ("tile_gradient", 4): [(99, Blocks(32, 0, 64, 4, 2)), (64, Blocks(32, 0, 32, 4, 2))],

@@ -121,6 +121,8 @@ def tile_gradient_kernel(
     d = block_d * BLOCK_D + tl.arange(0, BLOCK_D)
     v = tile * TILE + tl.arange(0, TILE)
     row = tl.load(order_ptr + v, mask=v < V, other=0)
+    if WANT_C:  # here, and not where it is needed: the loop hides the wait
+        tail = tl.load(tail_dc_ptr + tile.to(tl.int64) * D + d, mask=d < D, other=0.0) / min(TILE, V - tile * TILE)
     dc = tl.zeros((TILE, BLOCK_D), tl.float32)
     dbias = tl.zeros((TILE,), tl.float32)
     for first in range(start, end, CHUNK):
@@ -136,8 +138,7 @@ def tile_gradient_kernel(
             e = tl.load(e_ptrs, mask=live[:, None] & (d < D)[None, :], other=0.0)
             dc = dot(s.T, e, dc)
     if WANT_C:
-        tail = tl.load(tail_dc_ptr + tile.to(tl.int64) * D + d, mask=d < D, other=0.0)
-        dc += (tail / min(TILE, V - tile * TILE))[None, :]
+        dc += tail[None, :]
         store_gradient(dc, dc_ptr, stride_dc, row, v < V, d, d < D, weight_ptr, mean_e_ptr, scale_ptr, HAS_MEAN)
     if WANT_BIAS:
         tl.store(dbias_ptr + row, dbias, mask=(v < V) & (block_d == 0))

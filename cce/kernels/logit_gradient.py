@@ -27,6 +27,11 @@ def logit_gradient_kernel(
 ):  # fmt: skip
     block_n, block_v = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_N), tl.cdiv(V, BLOCK_V), GROUP)
     n, v = block_n * BLOCK_N + tl.arange(0, BLOCK_N), block_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    # Loaded here, and not where it is needed: the loop hides the wait.
+    lse = tl.load(lse_ptr + n, mask=n < M, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), 0.0, lse)  # no other class can be: their logits are all -inf
+    d_rest = tl.load(d_rest_ptr + n, mask=n < M, other=0.0)
+    targets = tl.load(targets_ptr + n, mask=n < M, other=-1)
     z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     for start in range(0, D, BLOCK_D):
         z = dot(e_desc.load([block_n * BLOCK_N, start]), c_desc.load([block_v * BLOCK_V, start]).T, z)
@@ -34,12 +39,9 @@ def logit_gradient_kernel(
         z += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     if HAS_SOFTCAP:
         z = capped(z, softcap)
-    lse = tl.load(lse_ptr + n, mask=n < M, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), 0.0, lse)  # no other class can be: their logits are all -inf
-    s = tl.exp2((z - lse[:, None]) * LOG2E) * tl.load(d_rest_ptr + n, mask=n < M, other=0.0)[:, None]
+    s = tl.exp2((z - lse[:, None]) * LOG2E) * d_rest[:, None]
     if HAS_SOFTCAP:
         s *= capped_slope(z, softcap)
-    targets = tl.load(targets_ptr + n, mask=n < M, other=-1)
     has_target = tl.max(((targets >= block_v * BLOCK_V) & (targets < (block_v + 1) * BLOCK_V)).to(tl.int32)) != 0
     if has_target or (block_v + 1) * BLOCK_V > V:
         d_zy = tl.load(d_zy_ptr + n, mask=n < M, other=0.0)
