@@ -111,7 +111,7 @@ def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, beg
         begun.product(e, targets)
     (lse_rest, tiles, gain), begun.numbers = begun.numbers, None
     if begun.with_map:
-        order, (_, rank, mean_rows, largest) = begun.order, begun.sorted
+        order, (rank, mean_rows, largest) = begun.order, begun.sorted[1:]
         begun.sorted = None  # its rows go before the map is there twice
         log_share = torch.sub(tiles, lse_rest, out=torch.empty(tiles.shape, dtype=torch.float16, device=e.device))
         position = torch.where(targets >= 0, rank[targets.clamp(min=0)], targets)

@@ -6,6 +6,7 @@ classes and blocks are small, so that a few hundred classes make every path run;
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -837,6 +838,24 @@ def test_state_has_the_shapes_that_torch_compile_is_told(device):
         _, state = gather.forward(e, c, targets, bias, softcap, None, SimpleNamespace(eps=0.1), (True, True, False))
         told = gather.empty_state(e, c, softcap)
         assert [(x.shape, x.dtype) for x in state] == [(x.shape, x.dtype) for x in told]
+
+
+def test_the_sorted_copy_goes_before_the_map_is_there_twice(device):
+    e, c, targets = skewed(device=device)
+    copies, sort, subtract = [], gather.sort_rows, torch.sub
+
+    def sorting(*args):
+        made = sort(*args)
+        copies.append(weakref.ref(made.rows))
+        return made
+
+    def subtracting(*args, **kwargs):
+        assert len(copies) == 1 and copies[0]() is None
+        return subtract(*args, **kwargs)
+
+    with mock.patch.object(gather, "sort_rows", sorting), mock.patch.object(torch, "sub", subtracting):
+        gather.forward(e, c, targets, None, None, None, SimpleNamespace(eps=0.1), (True, True, False))
+    assert copies
 
 
 @pytest.mark.parametrize("ignored", [0, 1, 40])

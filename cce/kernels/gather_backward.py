@@ -62,6 +62,12 @@ def pair_gradient_kernel(
     d = tl.arange(0, BLOCK_D)
     e_ptrs = e_ptr + n[:, None] * stride_en + d.to(tl.int64)[None, :] * stride_ed
     c_ptrs = c_ptr + row[:, None] * stride_cv + d.to(tl.int64)[None, :] * stride_cd
+    # Loaded here, and not where they are needed: the loop hides the wait.
+    lse = tl.load(lse_ptr + n, mask=live, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), 0.0, lse)  # no other class can be: their logits are all -inf
+    d_rest = tl.load(d_rest_ptr + n, mask=live, other=0.0)
+    d_zy = tl.load(d_zy_ptr + n, mask=live, other=0.0)
+    position = tl.load(position_ptr + n, mask=live, other=-1)
     z = tl.zeros((CHUNK, TILE), tl.float32)
     for start in range(0, D, BLOCK_D):
         e = tl.load(e_ptrs, mask=live[:, None] & (start + d < D)[None, :], other=0.0)
@@ -73,11 +79,6 @@ def pair_gradient_kernel(
         z += tl.load(bias_ptr + row, mask=v < V, other=0.0).to(tl.float32)[None, :]
     if HAS_SOFTCAP:
         z = capped(z, softcap)
-    lse = tl.load(lse_ptr + n, mask=live, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), 0.0, lse)  # no other class can be: their logits are all -inf
-    d_rest = tl.load(d_rest_ptr + n, mask=live, other=0.0)
-    d_zy = tl.load(d_zy_ptr + n, mask=live, other=0.0)
-    position = tl.load(position_ptr + n, mask=live, other=-1)
     s = tl.exp2((z - lse[:, None]) * LOG2E) * d_rest[:, None]
     if HAS_SOFTCAP:
         s *= capped_slope(z, softcap)
@@ -95,9 +96,9 @@ def pair_gradient_kernel(
             out = (blocks - 1 - i) * OUT_D + tl.arange(0, OUT_D)
             out_ptrs = c_ptr + row[:, None] * stride_cv + out.to(tl.int64)[None, :] * stride_cd
             rows_of_c = tl.load(out_ptrs, mask=(v < V)[:, None] & (out < D)[None, :], other=0.0)
+            largest = tl.load(largest_ptr + out, mask=out < D, other=0.0)
             share = dot(rounded, rows_of_c, tl.zeros((CHUNK, OUT_D), tl.float32))
             # Not by adding and subtracting a large number: Triton would let the product accumulate on it, and tensor cores truncate.
-            largest = tl.load(largest_ptr + out, mask=out < D, other=0.0)
             per_quantum, q = quantum(size[:, None] * largest[None, :])
             share = tl.floor(share * per_quantum + 0.5) * q
             places = de_ptr + n[:, None] * stride_de + out[None, :]
@@ -109,7 +110,7 @@ def tile_gradient_kernel(
     e_ptr, s_ptr, order_ptr, rows_ptr, pair_start_ptr, crowded_ptr,
     tail_dc_ptr, weight_ptr, mean_e_ptr, scale_ptr, dc_ptr, dbias_ptr,
     first_tile, last_tile, capacity, V, D, stride_en, stride_ed, stride_dc,
-    HAS_MEAN: tl.constexpr, WANT_C: tl.constexpr, WANT_BIAS: tl.constexpr,
+    HAS_MEAN: tl.constexpr, WANT_C: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks_d = tl.cdiv(D, BLOCK_D) if WANT_C else 1
@@ -123,25 +124,26 @@ def tile_gradient_kernel(
     row = tl.load(order_ptr + v, mask=v < V, other=0)
     if WANT_C:  # here, and not where it is needed: the loop hides the wait
         tail = tl.load(tail_dc_ptr + tile.to(tl.int64) * D + d, mask=d < D, other=0.0) / min(TILE, V - tile * TILE)
-    dc = tl.zeros((TILE, BLOCK_D), tl.float32)
-    dbias = tl.zeros((TILE,), tl.float32)
+        dc = tl.zeros((TILE, BLOCK_D), tl.float32)
+    else:
+        dbias = tl.zeros((TILE,), tl.float32)
     for first in range(start, end, CHUNK):
         pair = first + tl.arange(0, CHUNK)
         live = pair < end
-        n = tl.load(rows_ptr + pair, mask=live, other=0).to(tl.int64)
         s_ptrs = s_ptr + pair.to(tl.int64)[:, None] * TILE + tl.arange(0, TILE)[None, :]
         s = tl.load(s_ptrs, mask=live[:, None], other=0.0)
-        if WANT_BIAS:
-            dbias += tl.sum(s.to(tl.float32), 0)
         if WANT_C:
+            n = tl.load(rows_ptr + pair, mask=live, other=0).to(tl.int64)
             e_ptrs = e_ptr + n[:, None] * stride_en + d.to(tl.int64)[None, :] * stride_ed
             e = tl.load(e_ptrs, mask=live[:, None] & (d < D)[None, :], other=0.0)
             dc = dot(s.T, e, dc)
+        else:
+            dbias += tl.sum(s.to(tl.float32), 0)
     if WANT_C:
         dc += tail[None, :]
         store_gradient(dc, dc_ptr, stride_dc, row, v < V, d, d < D, weight_ptr, mean_e_ptr, scale_ptr, HAS_MEAN)
-    if WANT_BIAS:
-        tl.store(dbias_ptr + row, dbias, mask=(v < V) & (block_d == 0))
+    else:
+        tl.store(dbias_ptr + row, dbias, mask=v < V)
 
 
 class Outputs(NamedTuple):
@@ -196,11 +198,17 @@ def tile_gradient(e: Tensor, s: Tensor, order: Tensor, pairs: Pairs, out: Output
     """Fills out.dc and out.dbias for the slab's tiles, from pair_gradient's S."""
     V, D = len(order), e.shape[1]
     shape = blocks_for("tile_gradient", e)
-    blocks_d = cdiv(D, shape.BLOCK_D) if out.dc is not None else 1
-    tile_gradient_kernel[(blocks_d * len(pairs.tiles),)](
-        e, s, order, pairs.rows, pairs.pair_start, pairs.crowded,
-        out.tail_dc, out.mean_weight, out.mean_e, out.scale, out.dc, out.dbias,
-        pairs.tiles.start, pairs.tiles.stop, len(pairs.rows), V, D, *e.stride(), 0 if out.dc is None else out.dc.stride(0),
-        HAS_MEAN=out.mean_e is not None, WANT_C=out.dc is not None, WANT_BIAS=out.dbias is not None, TILE=TILE,
-        CHUNK=shape.BLOCK_N, BLOCK_D=shape.BLOCK_D, num_warps=shape.num_warps, num_stages=shape.num_stages,
-    )  # fmt: skip
+
+    def launch(blocks_d: int, dc: Tensor | None, dbias: Tensor | None) -> None:
+        tile_gradient_kernel[(blocks_d * len(pairs.tiles),)](
+            e, s, order, pairs.rows, pairs.pair_start, pairs.crowded,
+            out.tail_dc, out.mean_weight, out.mean_e, out.scale, dc, dbias,
+            pairs.tiles.start, pairs.tiles.stop, len(pairs.rows), V, D, *e.stride(), 0 if dc is None else dc.stride(0),
+            HAS_MEAN=out.mean_e is not None, WANT_C=dc is not None, TILE=TILE,
+            CHUNK=shape.BLOCK_N, BLOCK_D=shape.BLOCK_D, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        )  # fmt: skip
+
+    if out.dc is not None:
+        launch(cdiv(D, shape.BLOCK_D), out.dc, None)
+    if out.dbias is not None:  # apart: together, every block of features would read S for it
+        launch(1, None, out.dbias)

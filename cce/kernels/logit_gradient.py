@@ -32,11 +32,13 @@ def logit_gradient_kernel(
     lse = tl.where(lse == float("-inf"), 0.0, lse)  # no other class can be: their logits are all -inf
     d_rest = tl.load(d_rest_ptr + n, mask=n < M, other=0.0)
     targets = tl.load(targets_ptr + n, mask=n < M, other=-1)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)
     z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     for start in range(0, D, BLOCK_D):
         z = dot(e_desc.load([block_n * BLOCK_N, start]), c_desc.load([block_v * BLOCK_V, start]).T, z)
     if HAS_BIAS:
-        z += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
+        z += bias[None, :]
     if HAS_SOFTCAP:
         z = capped(z, softcap)
     s = tl.exp2((z - lse[:, None]) * LOG2E) * d_rest[:, None]

@@ -51,6 +51,8 @@ def tile_lse_kernel(
         end_v = tl.where(tl.load(count_ptr) == M, end_v, 0)
     for start_v in range(strip * strip_blocks * BLOCK_V, end_v, BLOCK_V):
         v = start_v + tl.arange(0, BLOCK_V)
+        if HAS_BIAS:  # here, and not where it is needed: the loop hides the wait
+            bias = tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)
         z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
         for start_d in range(0, D, BLOCK_D):
             e = e_desc.load([block_n * BLOCK_N, start_d])
@@ -62,7 +64,7 @@ def tile_lse_kernel(
                 c = tl.load(c_ptrs, mask=(v < V)[:, None] & (d < D)[None, :], other=0.0)
             z = dot(e, c.T, z)
         if HAS_BIAS:
-            z += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
+            z += bias[None, :]
         if HAS_SOFTCAP:
             z = capped(z, softcap)
         has_target = tl.max(((targets >= start_v) & (targets < start_v + BLOCK_V)).to(tl.int32)) != 0
