@@ -11,6 +11,7 @@ Memory of the backward beyond the gradients: 4 M D bytes for de, and at most SLA
 
 import contextlib
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -25,12 +26,13 @@ from cce.kernels.scatter_rows import scatter_rows
 from cce.kernels.target_logit import target_logit
 from cce.precision import float32_product, ieee_float32, logit_gradient_scale, split_float32, weighted_row_sum
 
+INTERPRETER_WORK = 1 << 29  # N D V from which on the interpreter takes half a minute or more
 SLAB_SHARE = 0.16  # of the gradients' bytes: two slabs' float32 dc and their copies of c's rows
 
 
 def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, begun=None):
     """The primitive's numbers; softcap and mean_weight exclude each other."""
-    check_device(e)
+    check_device(e, c)
     targets, bias = dense(targets, bias)
     with two_lanes(e.device) as lanes:  # the few programs of z_y run where the last wave of lse_rest leaves room
         with lanes[0]:
@@ -41,11 +43,19 @@ def forward(e, c, targets, bias, softcap, mean_weight, block_filter, wanted, beg
     return (z_y, lse_rest, mean_logit(e, c, bias, mean_weight)), ()
 
 
-def check_device(e: Tensor) -> None:
+def check_device(e: Tensor, c: Tensor) -> None:
+    """Whether the kernels can take these tensors, and a warning where that will be minutes."""
     if not INTERPRETED and not e.is_cuda:
         raise ValueError(
             f'e: the kernels are compiled for this machine\'s GPU and expect CUDA tensors, got one on {e.device}; use impl="chunked", '
             "or set TRITON_INTERPRET=1 before the first import to run them in Triton's interpreter"
+        )
+    if INTERPRETED and e.numel() * len(c) >= INTERPRETER_WORK:
+        warnings.warn(
+            "cce: without an NVIDIA GPU the Triton kernels run in Triton's interpreter, which takes a minute or more at this size; "
+            'impl="chunked" gives the same result in a fraction of a second',
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

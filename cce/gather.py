@@ -96,7 +96,7 @@ class Begun:
 def begin(e: Tensor, c: Tensor, targets: Tensor, bias, softcap, block_filter, wanted, count: Tensor | None) -> Begun:
     """All of the forward that takes long, launched for the case that all tokens count before the host knows whether they do. e may have
     tokens that do not; then the sorted vocabulary is as good as any, and the product finds count[0] other than M and does nothing."""
-    check_device(e)
+    check_device(e, c)
     begun = Begun(e, c, bias, softcap, block_filter.eps is not None and any(wanted))
     begun.product(e, *dense(targets), count)
     return begun

@@ -303,7 +303,9 @@ def measure_gather(
     print(f"{name:30} N={len(e)} D={e.shape[1]} V={len(c)} loss {loss:.3f}")
     for k, row in rows.items():
         print(f"    {k:16}", {i: float(f"{v:.3g}") for i, v in row.items()}, flush=True)
-    return {"name": name, "N": len(e), "D": e.shape[1], "V": len(c), "loss": loss, "contenders": rows}
+    target_logit = (e.detach().float() * c.detach()[targets].float()).sum(1).square().mean().sqrt().item()
+    result = {"name": name, "N": len(e), "D": e.shape[1], "V": len(c), "loss": loss, "rms_target_logit": target_logit}
+    return result | {"contenders": rows}
 
 
 def memorised(e: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
