@@ -138,6 +138,25 @@ assert (np.geterr(), list(warnings.filters)) == before
     run(KERNELS_AGREE + code)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("impl", ["cce", "gather", "chunked"])
+def test_a_large_problem_in_the_interpreter_is_warned_of(impl):
+    """With the limit lowered: a real one would take minutes. `chunked` is what the warning recommends."""
+    code = """
+import warnings
+from cce import cut
+cut.INTERPRETER_WORK = 6 * 24 * 40
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    gradients(IMPLS[0], 39)
+    assert not caught, caught
+    gradients(IMPLS[0], 40)
+assert len(caught) == (IMPLS[0] != "chunked"), caught
+assert all(w.category is RuntimeWarning and 'impl="chunked"' in str(w.message) for w in caught)
+"""
+    run(KERNELS_AGREE + code, impls=(impl,))
+
+
 # ---------------------------------------------------------------------------------------------- no Triton
 
 NO_TRITON = """
